@@ -1,0 +1,1 @@
+"""Codecs between model weights and bytes: pure functions, no I/O, no clock, no network."""
