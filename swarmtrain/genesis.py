@@ -1,11 +1,11 @@
 """Genesis: the initial weights that a manifest names by a seed, bit-identical on every machine.
 
-Every peer makes them itself instead of fetching them, and compares one digest. So nothing here may depend on the
-platform, on a thread count, or on the version of numpy or torch: neither library promises that its normal
-distribution stays the same. The random bits are the extendable output of BLAKE3 (BLAKE3 paper, section 2.6) keyed by
-the seed and the parameter's name, and a weight is a sum of eight 16-bit integers: exact integer arithmetic, one
-conversion, and one IEEE 754 multiplication. By the central limit theorem that sum is normal enough (excess kurtosis
--0.15, range of five standard deviations).
+Every peer makes them itself instead of fetching them, and compares one digest. So nothing here may depend
+on the platform, on a thread count, or on the version of numpy or torch: neither library promises that its
+normal distribution stays the same. The random bits are the extendable output of BLAKE3 (BLAKE3 paper,
+section 2.6) keyed by the seed and the parameter's name, and a weight is a sum of eight 16-bit integers:
+exact integer arithmetic, one conversion, and one IEEE 754 multiplication. By the central limit theorem that
+sum is normal enough (excess kurtosis -0.15, range of five standard deviations).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model in torch: a decoder-only transformer of the Llama family, short enough to read in one go.
 
-Differences from the textbook transformer: RMSNorm without bias before each block, rotary positions (half-split pairs,
-as Hugging Face's Llama), SwiGLU, grouped-query attention, no biases, no dropout. Modules are nested only so that
-parameter names equal those of `LlamaForCausalLM`.
+Differences from the textbook transformer: RMSNorm without bias before each block, rotary positions
+(half-split pairs, as Hugging Face's Llama), SwiGLU, grouped-query attention, no biases, no dropout. Modules
+are nested only so that parameter names equal those of `LlamaForCausalLM`.
 
 Shape suffixes: B batch, T positions, C hidden size, H heads, K key/value heads, D head size, V vocabulary.
 """
@@ -112,22 +112,18 @@ class Decoder(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Next-token model. Its weights are torch's random ones until `initialise` or `load_weights` sets them."""
+    """Next-token model. Its weights are torch's own until `initialise` or `load_weights` sets them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = (
-            None if config.tied_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        )
+        self.lm_head = None if config.tied_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Returns logits [B, T, V]; `ValueError` where T exceeds the context length."""
         if tokens_BT.shape[1] > self.config.context_length:
-            raise ValueError(
-                f"{tokens_BT.shape[1]} tokens exceed the model's context of {self.config.context_length}"
-            )
+            raise ValueError(f"{tokens_BT.shape[1]} tokens exceed the model's context of {self.config.context_length}")
         x_BTC = self.model(tokens_BT)
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(x_BTC, head.weight)
@@ -139,7 +135,7 @@ class LanguageModel(nn.Module):
 
 
 def rotary_table(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines [T, D] of the rotary angles (Su et al. 2021, equation 34), halves repeated."""
+    """Returns cosines and sines [T, D] of the rotary angles (Su et al. 2021, equation 34), twice each."""
     size = config.head_size
     frequencies_D = config.rope_theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
     angles_TD = torch.outer(torch.arange(config.context_length, dtype=torch.float32), frequencies_D)
@@ -180,9 +176,10 @@ def load_weights(model: LanguageModel, state: dict[str, Tensor]) -> None:
 def flatten_parameters(model: LanguageModel) -> tuple[Tensor, Tensor]:
     """Makes every parameter a view of one flat FP32 tensor, and every gradient a view of a second one.
 
-    Returns (values, grads), both contiguous [parameter_count] on the model's device, in `parameter_specs` order. An
-    outer step, a mix, a gradient norm is then one flat operation. Clear gradients with `grads.zero_()` or
-    `zero_grad(set_to_none=False)`: setting them to None would detach them from the flat tensor.
+    Returns (values, grads), both contiguous [parameter_count] on the model's device, in `parameter_specs`
+    order. An outer step, a mix, a gradient norm is then one flat operation. Clear gradients with
+    `grads.zero_()` or `zero_grad(set_to_none=False)`: setting them to None would detach them from the flat
+    tensor.
     """
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device

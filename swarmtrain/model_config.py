@@ -1,8 +1,9 @@
 """The shape of the model: what the run's manifest says about it, and the parameter list that follows.
 
-Free of torch, because the node process lays out snapshots and patches without it. The model is a decoder-only
-transformer of the Llama family: RMSNorm, rotary positions, SwiGLU, grouped-query attention. Parameter names and
-shapes are those of Hugging Face's `LlamaForCausalLM`, so that weights are exported and imported without renaming.
+Free of torch, because the node process lays out snapshots and patches without it. The model is a
+decoder-only transformer of the Llama family: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+Parameter names and shapes are those of Hugging Face's `LlamaForCausalLM`, so that weights are exported and
+imported without renaming.
 """
 
 from __future__ import annotations
@@ -48,17 +49,11 @@ class ModelConfig:
             if type(value) is not int or not 1 <= value <= largest:
                 raise ValueError(f"model {name} must be a whole number from 1 to {largest}, not {value!r}")
         if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"model hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}"
-            )
+            raise ValueError(f"model hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
         if self.head_size % 2:
-            raise ValueError(
-                f"model hidden_size / num_heads is {self.head_size}; rotary positions need an even number"
-            )
+            raise ValueError(f"model hidden_size / num_heads is {self.head_size}; rotary positions need an even number")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            raise ValueError(f"model num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if not (math.isfinite(self.rope_theta) and self.rope_theta >= 1.0):
             raise ValueError(f"model rope_theta must be a number of at least 1, not {self.rope_theta!r}")
         if not 0.0 < self.norm_eps < 1.0:

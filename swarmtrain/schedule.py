@@ -12,7 +12,8 @@ CLOSING_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Linear warm-up to `peak_lr`, then a cosine to `peak_lr · min_ratio` at `total_steps`, constant afterwards.
+    """Linear warm-up to `peak_lr`, then a cosine to `peak_lr · min_ratio` at `total_steps`.
+
 
     All peers share the run's step count; a late joiner also warms up locally for `joiner_warmup_steps`.
     """
@@ -38,8 +39,8 @@ class Schedule:
     def lr(self, step: int, *, joined_at: int = 0) -> float:
         """Returns the learning rate of inner step `step` for a peer that joined at step `joined_at`.
 
-        A peer that was there from the start (`joined_at` 0) has the plain schedule. A joiner's optimizer has no
-        moments yet, so its rate climbs linearly from the step at which it joined.
+        A peer that was there from the start (`joined_at` 0) has the plain schedule. A joiner's optimizer
+        has no moments yet, so its rate climbs linearly from the step at which it joined.
         """
         rate = self.peak_lr * self._shape(step)
         if joined_at > 0 and self.joiner_warmup_steps:
@@ -54,7 +55,7 @@ class Schedule:
         return self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
 
     def round_steps(self, step: int, inner_steps: int) -> int:
-        """Returns the length in inner steps of a round that begins at `step`: at least 1, shorter at the end."""
+        """Returns the inner steps of a round that begins at `step`: at least 1, fewer at the end."""
         if step < self.total_steps * (1.0 - CLOSING_SHARE):
             return inner_steps
         return max(1, inner_steps // CLOSING_DIVISOR)

@@ -1,7 +1,8 @@
 """The default tokenizer: one token per byte, no file, no download, every text.
 
-Ids 0 to 255 are the bytes themselves; 256 is `<eos>`, which ends every document and so also begins the next.
-`tokenizer_files` describes the same mapping to Hugging Face's `tokenizers`, so an exported folder is complete.
+Ids 0 to 255 are the bytes themselves; 256 is `<eos>`, which ends every document and so also begins the
+next. `tokenizer_files` describes the same mapping to Hugging Face's `tokenizers`, so an exported folder is
+complete.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        """Returns the bytes of `ids`; `<eos>` and any id beyond it (padding of the vocabulary) are left out."""
+        """Returns the bytes of `ids`; `<eos>` and ids beyond it (a padded vocabulary) are left out."""
         return bytes(value for value in map(int, ids) if 0 <= value < 256)
 
 
@@ -61,7 +62,7 @@ def tokenizer_files(context_length: int) -> dict[str, bytes]:
         "special": True,
     }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -98,7 +99,7 @@ def tokenizer_files(context_length: int) -> dict[str, bytes]:
 
 
 def byte_alphabet() -> list[str]:
-    """Returns the 256 stand-in characters of byte-level BPE, by byte (GPT-2, Radford et al. 2019, section 2.2).
+    """Returns the 256 stand-in characters of byte-level BPE, by byte (Radford et al. 2019, section 2.2).
 
     Printable Latin-1 characters stand for themselves; the other 68 bytes take the code points from 256 on.
     """
