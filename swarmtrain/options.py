@@ -1,0 +1,113 @@
+"""The options of every command, as the command line hands them on.
+
+One frozen dataclass per command, made once at the edge and passed down. Nothing here is read from the
+environment, and importing this module imports neither numpy, trio nor torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+DtypeName = Literal["float32", "bfloat16"]
+
+DEFAULT_BOOTSTRAP_PORT = 7766
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """What every command has: where this user's identity and logs are kept."""
+
+    state: Path  # folder with the identity key file and the log files
+    log_file: Path | None = None  # None: no log file could be opened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateOptions(CommonOptions):
+    """``swarmtrain create``."""
+
+    run_file: Path
+    out: Path = Path(".")  # folder for NAME.run and NAME.blobs/
+    peers: tuple[str, ...] = ()  # entry points to put into the invite link
+    identity: Path | None = None  # None: the default key in the state folder
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BootstrapOptions(CommonOptions):
+    """``swarmtrain bootstrap``."""
+
+    manifests: tuple[Path, ...] = ()  # signed manifests (NAME.run) to serve
+    listen: str = f"0.0.0.0:{DEFAULT_BOOTSTRAP_PORT}"
+    announce: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # other bootstrap peers to join
+    identity: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions(CommonOptions):
+    """``swarmtrain join``. Exactly one of ``run`` and ``invite`` is given."""
+
+    run: str | None = None  # NAME, NAME@fingerprint or the 64-digit run id
+    invite: str | None = None
+    peers: tuple[str, ...] = ()  # [PEERID@]HOST:PORT
+    listen: str = "0.0.0.0:0"
+    announce: tuple[str, ...] = ()
+    device: DeviceName = "auto"
+    data: tuple[Path, ...] = ()
+    out: Path | None = None  # None: runs/NAME
+    resume: bool = False
+    identity: Path | None = None
+    threads: int | None = None  # torch's threads; None: the cores this process may use
+    checkpoint_s: float = 300.0
+    linger_s: float = 60.0  # how long to go on serving weights after the last step
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorOptions(CommonOptions):
+    """``swarmtrain monitor``."""
+
+    run: str | None = None
+    invite: str | None = None
+    peers: tuple[str, ...] = ()
+    once: bool = False
+    json: bool = False
+    interval_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions(CommonOptions):
+    """``swarmtrain export``. One of ``run``, ``invite`` and ``checkpoint`` is given."""
+
+    run: str | None = None
+    invite: str | None = None
+    checkpoint: Path | None = None
+    peers: tuple[str, ...] = ()
+    out: Path | None = None  # None: exported/NAME
+    dtype: DtypeName = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions(CommonOptions):
+    """``swarmtrain demo``."""
+
+    out: Path = Path("swarmtrain-demo")
+    steps: int | None = None  # None: as many as fit into the demo's four minutes
+    peers: int = 3
+    quick: bool = False  # a few steps only: does it run at all?
+    keep: bool = False  # keep the peers' own folders and logs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchOptions(CommonOptions):
+    """``swarmtrain patch make|apply|show``."""
+
+    action: Literal["make", "apply", "show"]
+    base: Path | None = None  # safetensors file or folder
+    target: Path | None = None
+    patch: Path | None = None
+    json: bool = False
