@@ -45,7 +45,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class ModelSection(_Section, kw_only=True):
+class ModelSection(_Section, frozen=True, kw_only=True):
     """The model's sizes; the fields and their bounds are those of :class:`ModelConfig`."""
 
     vocab_size: int = 264  # 257 of the byte tokenizer, rounded up to a multiple of 8
@@ -67,13 +67,13 @@ class ModelSection(_Section, kw_only=True):
         return ModelConfig(**msgspec.structs.asdict(self))
 
 
-class TokenizerSection(_Section, kw_only=True):
+class TokenizerSection(_Section, frozen=True, kw_only=True):
     """How text becomes tokens. ``bytes``: one token per byte, no vocabulary file."""
 
     kind: Literal["bytes"] = "bytes"
 
 
-class DataSection(_Section, kw_only=True):
+class DataSection(_Section, frozen=True, kw_only=True):
     """What is trained on.
 
     ``python``: the text that ships with each peer's own Python. ``own``: what each peer names with
@@ -90,7 +90,7 @@ class DataSection(_Section, kw_only=True):
             raise FieldError("data.content_hash", self.content_hash, f"left out with data.kind = {self.kind!r}")
 
 
-class ValidationSection(_Section, kw_only=True):
+class ValidationSection(_Section, frozen=True, kw_only=True):
     """The run's own validation text: a blob that travels beside the manifest."""
 
     blob: str  # content id, 64 hex digits
@@ -101,7 +101,7 @@ class ValidationSection(_Section, kw_only=True):
         _whole("validation.size_bytes", self.size_bytes, 1, MAX_VALIDATION_BYTES)
 
 
-class OptimizerSection(_Section, kw_only=True):
+class OptimizerSection(_Section, frozen=True, kw_only=True):
     """AdamW, its schedule, and what one inner step is. ``total_steps`` counts inner steps."""
 
     learning_rate: float = 1e-3
@@ -130,7 +130,7 @@ class OptimizerSection(_Section, kw_only=True):
         _whole("optimizer.seed", self.seed, 0, _MAX_SEED)
 
 
-class RoundSection(_Section, kw_only=True):
+class RoundSection(_Section, frozen=True, kw_only=True):
     """A round's length, either in inner steps or in seconds; exactly one of the two is set."""
 
     inner_steps: int | None = None
@@ -146,7 +146,7 @@ class RoundSection(_Section, kw_only=True):
             _number("round.seconds", self.seconds, 0.1, 86400.0)
 
 
-class MixerSection(_Section, kw_only=True):
+class MixerSection(_Section, frozen=True, kw_only=True):
     """The outer step and the mix. ``gamma`` belongs to the ``noloco`` mixer alone."""
 
     kind: Literal["matched", "noloco"] = "matched"
@@ -176,7 +176,7 @@ class MixerSection(_Section, kw_only=True):
                 )
 
 
-class WeightsSection(_Section, kw_only=True):
+class WeightsSection(_Section, frozen=True, kw_only=True):
     """Initial weights that the creator's peer serves as one blob."""
 
     blob: str  # content id, 64 hex digits
@@ -189,7 +189,7 @@ class WeightsSection(_Section, kw_only=True):
         _whole("genesis.weights.size_bytes", self.size_bytes, 1, _MAX_WEIGHTS_BYTES)
 
 
-class GenesisSection(_Section, kw_only=True):
+class GenesisSection(_Section, frozen=True, kw_only=True):
     """Where the initial weights come from: a seed, or the creator's weights. Exactly one is set."""
 
     seed: int | None = None
@@ -202,7 +202,7 @@ class GenesisSection(_Section, kw_only=True):
             _whole("genesis.seed", self.seed, 0, _MAX_SEED)
 
 
-class Manifest(_Section, kw_only=True):
+class Manifest(_Section, frozen=True, kw_only=True):
     """What peers of one run agree on. Every field is checked; ``ValueError`` names field and value."""
 
     name: str
