@@ -1,1 +1,49 @@
-"""Codecs between model weights and bytes: pure functions, no I/O, no clock, no network."""
+"""Codecs between model weights and bytes: pure functions, no I/O, no clock, no network.
+
+`encode_patch` and `apply_patch` carry the exact difference between two states, `encode_dense` and
+`decode_dense` a whole state. Arrays hold bit patterns (BF16 as `uint16`). FORMAT.md describes the bytes.
+"""
+
+from swarm_compression.container import Codec, PatchInfo, describe
+from swarm_compression.dense import decode_dense, encode_dense, stream_dense
+from swarm_compression.digest import layout_hash, state_hash
+from swarm_compression.errors import (
+    CodecError,
+    CorruptPatch,
+    LayoutMismatch,
+    LimitExceeded,
+    UnsupportedFormat,
+    WrongBase,
+)
+from swarm_compression.estimate import count_visible, estimate_patch_size
+from swarm_compression.limits import DEFAULT_LIMITS, Limits
+from swarm_compression.patch import Level, apply_patch, encode_patch, stream_patch
+from swarm_compression.tensors import Layout, State, TensorSpec
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "Codec",
+    "CodecError",
+    "CorruptPatch",
+    "Layout",
+    "LayoutMismatch",
+    "Level",
+    "LimitExceeded",
+    "Limits",
+    "PatchInfo",
+    "State",
+    "TensorSpec",
+    "UnsupportedFormat",
+    "WrongBase",
+    "apply_patch",
+    "count_visible",
+    "decode_dense",
+    "describe",
+    "encode_dense",
+    "encode_patch",
+    "estimate_patch_size",
+    "layout_hash",
+    "state_hash",
+    "stream_dense",
+    "stream_patch",
+]

@@ -1,0 +1,48 @@
+"""Content hashes of tensors, layouts and whole states (BLAKE3, 32 bytes)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+
+from swarm_compression.tensors import Bits, Layout, State, TensorSpec, flat_bits
+
+STATE_DOMAIN = b"swarm-state-1"
+
+
+def tensor_hash(bits: Bits) -> bytes:
+    """Hash the raw little-endian bytes of one tensor."""
+    return blake3(bits.view(np.uint8).data).digest() if bits.size else blake3().digest()
+
+
+def describe_spec(spec: TensorSpec) -> bytes:
+    """Encode name, dtype and shape unambiguously, for hashing."""
+    name = spec.name.encode()
+    head = struct.pack("<IBB", len(name), spec.kind.code, len(spec.shape))
+    return head + name + struct.pack(f"<{len(spec.shape)}Q", *spec.shape)
+
+
+def layout_hash(layout: Layout) -> bytes:
+    """Hash names, dtypes and shapes."""
+    return blake3(b"swarm-layout-1" + b"".join(map(describe_spec, layout))).digest()
+
+
+def combine_hashes(layout: Layout, hashes: Sequence[bytes]) -> bytes:
+    """Return the state hash, given the tensor hashes in the layout's order."""
+    whole = blake3(STATE_DOMAIN)
+    for spec, digest in zip(layout, hashes, strict=True):
+        whole.update(describe_spec(spec))
+        whole.update(digest)
+    return whole.digest()
+
+
+def state_hash(state: State, layout: Layout | None = None) -> bytes:
+    """Return the 32-byte content hash of a state: names, dtypes, shapes and raw bytes, in the layout's order.
+
+    Raises LayoutMismatch if `layout` is given and does not fit.
+    """
+    layout = layout or Layout.of(state)
+    return combine_hashes(layout, [tensor_hash(flat_bits(state, spec)) for spec in layout])

@@ -1,0 +1,190 @@
+"""Lossless patches: the difference between two states, exact to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm_compression.container import (
+    CHECK_BYTES,
+    Action,
+    Codec,
+    Flag,
+    Header,
+    Table,
+    expect_layout,
+    layout_tag,
+    read_header,
+    read_sections,
+    read_table,
+)
+from swarm_compression.digest import combine_hashes, tensor_hash
+from swarm_compression.errors import CorruptPatch, WrongBase
+from swarm_compression.limits import DEFAULT_LIMITS, Limits
+from swarm_compression.spans import Cursor, slices
+from swarm_compression.sparse import Pending, apply_section, changed_positions, write_patch_section
+from swarm_compression.tensors import Bits, Layout, State, check_same_tensors, flat_bits
+from swarm_compression.wire import Reader
+
+Level = Literal["fast", "default", "best"]
+ZSTD_LEVELS: dict[str, int] = {"fast": 1, "default": 1, "best": 9}
+# A section is closed when it holds this many coded symbols or elements: large enough that the tables of the
+# entropy coder weigh nothing, small enough that the working memory does too.
+SECTION_SYMBOLS = 1 << 19
+SECTION_ELEMENTS = 1 << 24
+# Fewer elements than this do not open a section of their own because they are dense or sparse.
+MIN_SECTION = 4096
+
+
+def encode_patch(
+    new: State,
+    base: State,
+    *,
+    level: Level = "default",
+    layout: Layout | None = None,
+    absolute: bool = False,
+) -> bytes:
+    """Encode the difference that turns `base` into `new`, without loss.
+
+    `layout` is needed only where a NumPy dtype does not tell the kind (see `tensors`). With `absolute` the
+    patch holds new values instead of steps: about twice as large, but it may be applied twice or over a
+    half-applied one. Raises LayoutMismatch if the two states differ in names, dtypes or shapes.
+    """
+    return b"".join(stream_patch(new, base, level=level, layout=layout, absolute=absolute))
+
+
+def stream_patch(
+    new: State,
+    base: State,
+    *,
+    level: Level = "default",
+    layout: Layout | None = None,
+    absolute: bool = False,
+) -> Iterator[bytes]:
+    """Yield the bytes of `encode_patch` piece by piece; both states must stay unchanged meanwhile."""
+    layout = layout or Layout.of(new)
+    check_same_tensors(new, layout)
+    check_same_tensors(base, layout)
+    new_bits = [flat_bits(new, spec) for spec in layout]
+    base_bits = [flat_bits(base, spec) for spec in layout]
+    new_hashes, base_hashes = list(map(tensor_hash, new_bits)), list(map(tensor_hash, base_bits))
+    table = make_table(layout, new_hashes, base_hashes)
+    header = Header(
+        Codec.PATCH,
+        len(layout),
+        layout.size_bytes,
+        layout_tag(layout),
+        combine_hashes(layout, new_hashes),
+        combine_hashes(layout, base_hashes),
+        Flag.IDEMPOTENT if absolute else Flag.NONE,
+    )
+    yield header.encode() + table.encode()
+    zstd_level = ZSTD_LEVELS[level]
+    pending: Pending | None = None
+    for span in slices(layout, table.coded):
+        kind = layout[span.tensor].kind
+        new_part = new_bits[span.tensor][span.start : span.stop]
+        base_part = base_bits[span.tensor][span.start : span.stop]
+        found = changed_positions(new_part, base_part)
+        if pending and (
+            pending.kind is not kind
+            or (min(pending.elements, span.elements) >= MIN_SECTION and not pending.suits(span.elements, found.size))
+            or pending.symbols >= SECTION_SYMBOLS
+            or pending.elements + span.elements > SECTION_ELEMENTS
+        ):
+            yield write_patch_section(pending, absolute=absolute, level=zstd_level)
+            pending = None
+        pending = pending or Pending(kind)
+        pending.add(new_part, base_part, found)
+    if pending:
+        yield write_patch_section(pending, absolute=absolute, level=zstd_level)
+    yield b"\0"
+
+
+def make_table(layout: Layout, new_hashes: Sequence[bytes], base_hashes: Sequence[bytes | None]) -> Table:
+    """Decide per tensor: unchanged, equal to an earlier tensor (tied weights), or coded."""
+    actions, same_as, checks = [], {}, {}
+    seen: dict[tuple[str, int, bytes], int] = {}
+    for index, (spec, new, old) in enumerate(zip(layout, new_hashes, base_hashes, strict=True)):
+        key = (spec.dtype, spec.elements, new)
+        if new == old:
+            actions.append(Action.KEEP)
+        elif key in seen:
+            actions.append(Action.SAME_AS)
+            same_as[index] = seen[key]
+            continue
+        else:
+            actions.append(Action.CODED)
+            checks[index] = new[:CHECK_BYTES]
+        seen.setdefault(key, index)
+    return Table(tuple(actions), same_as, checks)
+
+
+def apply_patch(
+    patch: bytes | memoryview,
+    base: State,
+    *,
+    layout: Layout | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> dict[str, NDArray[Any]]:
+    """Return the state that `patch` makes of `base`, which is left as it is.
+
+    A base that already is the result is returned as a copy. The result's hash is verified before it is handed
+    out. Raises WrongBase (recoverable: the patch is for another state), LayoutMismatch, LimitExceeded or
+    CorruptPatch; nothing else, whatever the bytes are.
+    """
+    reader = Reader(patch)
+    header = read_header(reader, limits)
+    if header.codec is not Codec.PATCH or header.base_hash is None:
+        raise CorruptPatch("not a patch")
+    table = read_table(reader, header.tensors)
+    layout = layout or Layout.of(base)
+    check_same_tensors(base, layout)
+    expect_layout(header, table, layout)
+    base_hashes = [tensor_hash(flat_bits(base, spec)) for spec in layout]
+    found = combine_hashes(layout, base_hashes)
+    idempotent = bool(header.flags & Flag.IDEMPOTENT)
+    if found not in (header.base_hash, header.result_hash) and not idempotent:
+        raise WrongBase(header.base_hash, found)
+    result = {spec.name: np.array(base[spec.name], order="C") for spec in layout}
+    if found == header.result_hash:
+        return result
+    targets = [flat_bits(result, spec) for spec in layout]
+    apply_sections(reader, layout, table, targets, limits)
+    try:
+        verify_result(header, layout, table, targets, base_hashes)
+    except CorruptPatch:
+        if found != header.base_hash:
+            raise WrongBase(header.base_hash, found) from None
+        raise
+    return result
+
+
+def apply_sections(reader: Reader, layout: Layout, table: Table, targets: list[Bits], limits: Limits) -> None:
+    """Apply every section to `targets` in place, then the references between tensors."""
+    cursor = Cursor(layout, table.coded)
+    for section in read_sections(reader):
+        kind, spans = cursor.take(section.elements)
+        apply_section(section, kind, spans, targets, limits)
+    if not cursor.exhausted:
+        raise CorruptPatch("sections missing")
+    for index, target in table.same_as.items():
+        targets[index][:] = targets[target]
+
+
+def verify_result(
+    header: Header, layout: Layout, table: Table, targets: Sequence[Bits], base_hashes: Sequence[bytes]
+) -> None:
+    """Raise CorruptPatch, naming the first wrong tensor, unless `targets` hash to the header's result."""
+    hashes = list(base_hashes)
+    for index in table.coded:
+        hashes[index] = tensor_hash(targets[index])
+        if hashes[index][:CHECK_BYTES] != table.checks[index]:
+            raise CorruptPatch(f"tensor {layout[index].name!r} comes out wrong")
+    for index, target in table.same_as.items():
+        hashes[index] = hashes[target]
+    if combine_hashes(layout, hashes) != header.result_hash:
+        raise CorruptPatch("the result has another hash than stated")
