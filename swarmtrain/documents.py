@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
+from swarmtrain.errors import ExitCode, UserError
+
 # What a folder is searched for; a file that is named directly may have any suffix.
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 _PIECE_BYTES = 1 << 22
@@ -38,12 +40,16 @@ _SKIPPED_FOLDERS = frozenset(
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize")
 # Every ninth topic is held out, from the first on: the choice that shares least with the other topics.
 _VALIDATION_STRIDE = 9
+_VALIDATION_BYTES = 60_000  # a manifest carries at most 64 KiB
 
 Document = Iterator[bytes]
 
 
-class DataError(Exception):
+class DataError(UserError):
     """Training text is missing, empty, unreadable or not text; the message is one line for the user."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.USAGE)
 
 
 def python_documents(size_bytes: int) -> Iterator[Document]:
@@ -66,8 +72,9 @@ def python_text(size_bytes: int = 4_000_000) -> bytes:
 
 
 def python_validation_text() -> bytes:
-    """Returns the held-out help topics, about 65 kB."""
-    return b"\n".join(_topics(held_out=True))
+    """Returns about 60 kB of the held-out help topics."""
+    text = b"\n".join(_topics(held_out=True))[:_VALIDATION_BYTES]
+    return text[: text.rfind(b"\n") + 1]
 
 
 def _topics(*, held_out: bool) -> Iterator[bytes]:
@@ -169,4 +176,4 @@ def _json_text(line: bytes, where: str) -> bytes:
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise DataError(f"{where}: no `text` field that is a string")
     text: str = record["text"]
-    return text.encode("utf-8", "replace")
+    return text.replace("\0", "").encode("utf-8", "replace")

@@ -1,8 +1,8 @@
 """The default tokenizer: one token per byte, no file, no download, every text.
 
-Ids 0 to 255 are the bytes themselves; 256 is `<eos>`, which ends every document and so also begins the
-next. `tokenizer_files` describes the same mapping to Hugging Face's `tokenizers`, so an exported folder is
-complete.
+Ids are the bytes themselves. Id 0, the byte NUL, ends every document and so begins the next: text never
+holds it (`documents` refuses it). `tokenizer_files` describes the same mapping to Hugging Face's
+`tokenizers`, so that an exported folder is complete.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-EOS_ID = 256
-EOS_TEXT = "<eos>"
-VOCAB_SIZE = 257
+EOS_ID = 0
+VOCAB_SIZE = 256
 
 
 class Tokenizer(Protocol):
@@ -33,40 +32,31 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Maps bytes to ids and back; lossless on any bytes, UTF-8 or not."""
 
-    name = "byte"
+    name = "bytes"
     vocab_size = VOCAB_SIZE
     eos_id = EOS_ID
 
     def encode(self, text: bytes) -> NDArray[np.integer]:
-        """Returns one id per byte [len(text)], uint8, without `<eos>`; a view of `text`, not a copy."""
+        """Returns one id per byte [len(text)], uint8, without an end mark; a read-only view of `text`."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        """Returns the bytes of `ids`; `<eos>` and ids beyond it (a padded vocabulary) are left out."""
-        return bytes(value for value in map(int, ids) if 0 <= value < 256)
+        """Returns the bytes of `ids`; ids beyond the bytes (a padded vocabulary) are left out."""
+        return bytes(value for value in map(int, ids) if 0 <= value < VOCAB_SIZE)
 
 
 def tokenizer_files(context_length: int) -> dict[str, bytes]:
     """Returns tokenizer.json and tokenizer_config.json for a Hugging Face folder, by file name.
 
     A byte-level BPE without merges: each byte is one printable stand-in character, whose id is the byte.
+    There is no special token, so ids and text correspond one to one; the end mark stands in config.json.
     """
-    letters = byte_alphabet()
-    eos = {
-        "id": EOS_ID,
-        "content": EOS_TEXT,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [eos],
+        "added_tokens": [],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
@@ -80,15 +70,12 @@ def tokenizer_files(context_length: int) -> dict[str, bytes]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {letter: value for value, letter in enumerate(letters)} | {EOS_TEXT: EOS_ID},
+            "vocab": {letter: value for value, letter in enumerate(byte_alphabet())},
             "merges": [],
         },
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": EOS_TEXT,
-        "eos_token": EOS_TEXT,
-        "pad_token": EOS_TEXT,
         "clean_up_tokenization_spaces": False,
         "model_max_length": context_length,
     }
