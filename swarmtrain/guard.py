@@ -1,0 +1,105 @@
+"""Damage control for one incoming replica: how far may a partner move us?
+
+`Guard` sees norms only.  It keeps the history of accepted exchanges per module group and answers with a clipping
+factor for each group, or with a refusal.  Finite values, shapes and hashes are checked before this point.
+
+Clipping is self-centred (ClippedGossip, arXiv 2202.01545): D is scaled so that its norm is at most tau.  The theory's
+tau is not computable by a peer; ours is the running median of the last 64 accepted, already clipped norms.  Clipped
+values in the history mean that an attacker who always sits at the threshold cannot raise it.  A floor taken from the
+peer's own drift, which no partner controls, lets tau grow again when training itself moves faster: two honest
+replicas that drifted apart independently are about sqrt(2) outer steps from each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+HISTORY = 64
+Z_LIMIT = 3.0
+EMA_RATE = 0.02
+MIN_SAMPLES_FOR_Z = 16
+# A swarm in lockstep has almost constant norms; without a floor on the deviation ordinary noise would be refused.
+MIN_RELATIVE_DEVIATION = 0.25
+# After a healed partition every partner is far away: then it is not the partners who are odd.
+FAR_PARTNERS_BEFORE_ACCEPTING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Either `accepted` with a factor in (0, 1] per module group, or not, with a short reason for the counters."""
+
+    accepted: bool
+    factors: Mapping[str, float]
+    reason: str = ""
+
+    @property
+    def clipped(self) -> bool:
+        return any(factor < 1.0 for factor in self.factors.values())
+
+
+@dataclass(slots=True)
+class _GroupHistory:
+    accepted: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    mean: float = 0.0
+    variance: float = 0.0
+    samples: int = 0
+
+    def z_score(self, norm: float) -> float:
+        deviation = max(math.sqrt(self.variance), MIN_RELATIVE_DEVIATION * self.mean)
+        return (norm - self.mean) / deviation if deviation > 0 else 0.0
+
+    def record(self, norm: float, clipped_norm: float) -> None:
+        self.accepted.append(clipped_norm)
+        self.samples += 1
+        rate = max(EMA_RATE, 1.0 / self.samples)
+        difference = norm - self.mean
+        self.mean += rate * difference
+        self.variance = (1.0 - rate) * (self.variance + rate * difference * difference)
+
+
+class Guard:
+    """Judges the visible difference of each exchange by its norm, per module group."""
+
+    def __init__(self, outer_gain: float) -> None:
+        """`outer_gain` is beta / (1 - alpha), the long-run length of an outer step in units of the drift."""
+        self._outer_gain = outer_gain
+        self._groups: dict[str, _GroupHistory] = {}
+        self._far_partners: set[bytes] = set()
+
+    def threshold(self, group: str, drift_norm: float) -> float:
+        """Returns tau for a group: median of its accepted norms, but at least the own-drift floor."""
+        history = self._groups.get(group)
+        floor = math.sqrt(2.0) * self._outer_gain * drift_norm
+        return max(median(history.accepted), floor) if history and history.accepted else floor
+
+    def judge(self, partner: bytes, norms: Mapping[str, float], drift_norms: Mapping[str, float]) -> Verdict:
+        """Judges L2 norms of D per group; `drift_norms` are the norms of the peer's own last drift per group.
+
+        An accepted verdict is recorded at once, so judge an exchange only when it is about to be applied.
+        """
+        if not all(math.isfinite(norm) for norm in norms.values()):
+            return Verdict(False, {}, "not-finite")
+        if self._is_far(norms):
+            self._far_partners.add(partner)
+            if len(self._far_partners) < FAR_PARTNERS_BEFORE_ACCEPTING:
+                return Verdict(False, {}, "norm-outlier")
+        else:
+            self._far_partners.clear()
+        factors = {}
+        for group, norm in norms.items():
+            tau = self.threshold(group, drift_norms.get(group, 0.0))
+            # No history and no drift yet: nothing to compare with, and nothing trained that could be damaged.
+            factors[group] = min(1.0, tau / norm) if norm > 0 and tau > 0 else 1.0
+            self._groups.setdefault(group, _GroupHistory()).record(norm, norm * factors[group])
+        return Verdict(True, factors)
+
+    def _is_far(self, norms: Mapping[str, float]) -> bool:
+        for group, norm in norms.items():
+            history = self._groups.get(group)
+            if history and history.samples >= MIN_SAMPLES_FOR_Z and history.z_score(norm) > Z_LIMIT:
+                return True
+        return False
