@@ -1,0 +1,369 @@
+"""What each command is called, takes and says about itself. Each turns its arguments into one frozen options object
+and calls the module that does the work, imported only then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from swarmtrain.errors import UserError
+from swarmtrain.logfile import open_log
+from swarmtrain.options import (
+    DEFAULT_BOOTSTRAP_PORT,
+    BootstrapOptions,
+    CommonOptions,
+    CreateOptions,
+    DemoOptions,
+    ExportOptions,
+    JoinOptions,
+    MonitorOptions,
+    PatchOptions,
+)
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
+_ANY_PATH = click.Path(path_type=Path)
+
+
+def _checked(module: str, parser: str) -> Callable[[str], str]:
+    """Returns an option type: text that ``parser`` must accept, its one-line error becoming a usage error."""
+
+    def check(text: str) -> str:
+        try:
+            getattr(importlib.import_module(module), parser)(text)
+        except (ValueError, UserError) as error:
+            raise click.BadParameter(str(error)) from None
+        return text
+
+    return check
+
+
+_ADDRESS = _checked("swarm_peer.addresses", "parse_address")
+_PEER = _checked("swarmtrain.invite", "parse_entry_point")
+_RUN = _checked("swarmtrain.naming", "parse_run_reference")
+_INVITE = _checked("swarmtrain.invite", "parse_invite")
+
+
+def _call(module: str, function: str, options: CommonOptions) -> object:
+    verbosity = int(click.get_current_context().find_root().params.get("verbose", 0))
+    log_file = open_log(options.state, module, verbosity=verbosity)
+    work = getattr(importlib.import_module(f"swarmtrain.{module}"), function)
+    return work(dataclasses.replace(options, log_file=log_file))
+
+
+# ------------------------------------------------------------------------------------------------ shared options
+
+
+def _finds_a_run(command: F) -> F:
+    """Adds the three ways to say which run is meant, and where to look for it."""
+    command = click.option(
+        "--peer",
+        "peers",
+        type=_PEER,
+        multiple=True,
+        metavar="HOST:PORT",
+        help="Where to look for the run: the bootstrap peer, or any peer of the run. May be given several times; "
+        "PEERID@HOST:PORT also checks who answers.",
+    )(command)
+    command = click.option(
+        "--run-id",
+        "run",
+        type=_RUN,
+        metavar="NAME",
+        help="The run: NAME, NAME@fingerprint where two runs have one name, or the 64-digit run id.",
+    )(command)
+    return click.argument("invite", type=_INVITE, required=False, metavar="[INVITE]")(command)
+
+
+_identity = click.option(
+    "--identity",
+    type=_FILE,
+    metavar="FILE",
+    help="Key file of this peer, made if missing. Every process needs one of its own.  "
+    "[default: identity.pem in the state folder]",
+)
+_announce = click.option(
+    "--announce",
+    type=_ADDRESS,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Address under which others reach this peer, if it differs from the one it listens on (a router's forwarded "
+    "port, a DNS name). May be given several times.",
+)
+_json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
+
+
+def _one_run(invite: str | None, run: str | None) -> None:
+    if (invite is None) == (run is None):
+        raise click.UsageError("Give either an invite link (swarm://…, in quotes) or --run-id NAME --peer HOST:PORT.")
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+@click.command(
+    short_help="Sign a run file, so that others can join it.",
+    epilog="""\b
+Examples:
+  swarmtrain create --template > run.toml
+  swarmtrain create run.toml
+  swarmtrain create run.toml --peer train.example.org:7766""",
+)
+@click.argument("run_file", type=_FILE, required=False, metavar="RUN.TOML")
+@click.option("--template", is_flag=True, help="Print a commented run file to start from, and do nothing else.")
+@click.option("--out", type=_FOLDER, default=Path("."), show_default=True, help="Folder for NAME.run and NAME.blobs.")
+@click.option(
+    "--peer",
+    "peers",
+    type=_PEER,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Entry point to put into the invite link. May be given several times.",
+)
+@_identity
+@_json
+@click.pass_obj
+def create(obj: dict[str, Any], /, run_file: Path | None, template: bool, **values: Any) -> object:  # noqa: ANN401
+    """Sign a run: turn RUN.TOML into a manifest that peers can trust.
+
+    Writes NAME.run (the signed manifest) and NAME.blobs (the validation text, and the initial weights if you bring
+    some), and prints the run id, an invite link and what to do next.
+    """
+    if template:
+        from swarmtrain.runfile import TEMPLATE
+
+        click.echo(TEMPLATE, nl=False)
+        return None
+    if run_file is None:
+        raise click.UsageError("Name a run file, or use --template to get one to start from.")
+    return _call("create", "run_create", CreateOptions(**obj, run_file=run_file, **values))
+
+
+@click.command(
+    short_help="Be the first peer that newcomers contact.",
+    epilog=f"""\b
+Examples:
+  swarmtrain bootstrap my-run.run
+  swarmtrain bootstrap my-run.run --announce train.example.org:{DEFAULT_BOOTSTRAP_PORT}
+  swarmtrain bootstrap --listen '[::]:9000' --peer other.example.org:{DEFAULT_BOOTSTRAP_PORT}""",
+)
+@click.argument("manifests", type=_FILE, nargs=-1, metavar="[NAME.run]...")
+@click.option(
+    "--listen",
+    type=_ADDRESS,
+    default=f"0.0.0.0:{DEFAULT_BOOTSTRAP_PORT}",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address to listen on.",
+)
+@_announce
+@click.option(
+    "--peer",
+    "peers",
+    type=_PEER,
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Another bootstrap peer to join. May be given several times.",
+)
+@_identity
+@_json
+@click.pass_obj
+def bootstrap(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Be the way in: a small, long-running peer that newcomers contact first.
+
+    Serves the manifests of the runs you name, prints the line that the next person pastes, and trains nothing. Run
+    it where others can reach it. A run goes on without it; only newcomers need some peer to start from.
+    """
+    return _call("bootstrap", "run_bootstrap", BootstrapOptions(**obj, **values))
+
+
+@click.command(
+    short_help="Train with the others.",
+    epilog="""\b
+Examples:
+  swarmtrain join 'swarm://my-run@1f2e3d4c/…?peer=…'
+  swarmtrain join --run-id my-run --peer train.example.org:7766
+  swarmtrain join --run-id my-run --peer train.example.org:7766 --resume
+
+Ctrl-C says goodbye to the others, saves and leaves; a second Ctrl-C stops at
+once. The others train on either way.""",
+)
+@_finds_a_run
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+    default="auto",
+    show_default=True,
+    help="Where to train; auto takes a GPU if there is one.",
+)
+@click.option(
+    "--data",
+    type=_ANY_PATH,
+    multiple=True,
+    metavar="PATH",
+    help="Your text: a file or a folder (.txt .md .rst .py .jsonl), if the run wants your own. "
+    "May be given several times.",
+)
+@click.option("--out", type=_FOLDER, help="Folder for checkpoints and the final model.  [default: runs/NAME]")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint in the --out folder.")
+@click.option(
+    "--listen",
+    type=_ADDRESS,
+    default="0.0.0.0:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address to listen on; port 0 takes any free one.",
+)
+@_announce
+@_identity
+@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
+@click.option(
+    "--checkpoint-s",
+    type=click.FloatRange(1.0, 86400.0),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between checkpoints.",
+)
+@click.option(
+    "--linger-s",
+    type=click.FloatRange(0.0, 86400.0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to go on serving weights to others after the last step.",
+)
+@_json
+@click.pass_obj
+def join(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Train with the others: find the run, check it, get the weights, train.
+
+    The run brings its own model, data recipe and settings. Versions, model, data, disk and memory are checked before
+    anything large is fetched.
+    """
+    _one_run(values["invite"], values["run"])
+    return _call("join", "run_join", JoinOptions(**obj, **values))
+
+
+@click.command(
+    short_help="Watch a run.",
+    epilog="""\b
+Examples:
+  swarmtrain monitor 'swarm://…'
+  swarmtrain monitor --run-id my-run --peer train.example.org:7766
+  swarmtrain monitor --run-id my-run --peer train.example.org:7766 --once --json""",
+)
+@_finds_a_run
+@click.option("--once", is_flag=True, help="Print one view and exit.")
+@_json
+@click.option(
+    "--interval-s",
+    type=click.FloatRange(0.2, 3600.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two looks.",
+)
+@click.pass_obj
+def monitor(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Watch a run: who trains, how far, how well, and what it costs.
+
+    Only looks; closing it stops nobody. Use --once or --json for scripts.
+    """
+    _one_run(values["invite"], values["run"])
+    return _call("monitor", "run_monitor", MonitorOptions(**obj, **values))
+
+
+@click.command(
+    short_help="Save the trained model as a folder.",
+    epilog="""\b
+Examples:
+  swarmtrain export --run-id my-run --peer train.example.org:7766
+  swarmtrain export --checkpoint runs/my-run --out my-model""",
+)
+@_finds_a_run
+@click.option("--checkpoint", type=_ANY_PATH, help="Export from this checkpoint folder instead of from live peers.")
+@click.option("--out", type=_FOLDER, help="Folder to write.  [default: exported/NAME]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Number format of the weights.",
+)
+@click.pass_obj
+def export(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Save the model: merge the live replicas, or take a checkpoint.
+
+    Writes a folder with safetensors weights, config, tokenizer and a model card that says how it was made.
+    """
+    if values["checkpoint"] is None:
+        _one_run(values["invite"], values["run"])
+    elif values["invite"] is not None or values["run"] is not None:
+        raise click.UsageError("Give either --checkpoint or a run, not both.")
+    return _call("export", "run_export", ExportOptions(**obj, **values))
+
+
+@click.command(short_help="See it work, on this machine alone.")
+@click.option(
+    "--out", type=_FOLDER, default=Path("swarmtrain-demo"), show_default=True, help="Folder for the exported model."
+)
+@click.option("--steps", type=click.IntRange(1, 100_000), help="Inner steps per peer.  [default: fits 4 minutes]")
+@click.option("--peers", type=click.IntRange(2, 16), default=3, show_default=True, help="Number of training peers.")
+@click.option("--quick", is_flag=True, help="A few steps only: does everything run here?")
+@click.option("--keep", is_flag=True, help="Keep the folders and logs of the single peers.")
+@click.pass_obj
+def demo(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """See it work: one bootstrap peer and three training peers on this machine.
+
+    Separate processes that talk TLS over loopback, one small model, the text that ships with Python. Ends with a
+    table, a line of text from the model and the path of the exported folder.
+    """
+    return _call("demo", "run_demo", DemoOptions(**obj, **values))
+
+
+@click.group(short_help="Make, apply and look into weight patches.")
+def patch() -> None:
+    """Make, apply and look into lossless BF16 patches between two sets of weights."""
+
+
+@patch.command("make")
+@click.argument("base", type=_ANY_PATH)
+@click.argument("target", type=_ANY_PATH)
+@click.argument("patch", type=_FILE)
+@_json
+@click.pass_obj
+def patch_make(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Write to PATCH what turns BASE into TARGET (safetensors files or folders)."""
+    return _call("patch", "run_patch", PatchOptions(**obj, action="make", **values))
+
+
+@patch.command("apply")
+@click.argument("base", type=_ANY_PATH)
+@click.argument("patch", type=_FILE)
+@click.argument("target", type=_ANY_PATH)
+@_json
+@click.pass_obj
+def patch_apply(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Apply PATCH to BASE and write TARGET, verified by its hash."""
+    return _call("patch", "run_patch", PatchOptions(**obj, action="apply", **values))
+
+
+@patch.command("show")
+@click.argument("patch", type=_FILE)
+@_json
+@click.pass_obj
+def patch_show(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Say what PATCH holds: tensors, density, bytes, hashes."""
+    return _call("patch", "run_patch", PatchOptions(**obj, action="show", **values))
+
+
+COMMANDS: tuple[click.Command, ...] = (demo, create, bootstrap, join, monitor, export, patch)
