@@ -1,0 +1,167 @@
+"""The iterative lookup: walks towards an id along several disjoint paths at once.
+
+Each path keeps its own short list of the nearest peers that *its* peers told it, and no peer is asked on two
+paths (S/Kademlia, Baumgart and Mies, 2007, §4.4). So a liar can spoil the path that met it and no other. The
+lookup ends
+
+- early, when all paths have come, independently, to the same `agree_on` nearest peers that answered, or
+- when every path has asked everyone on its short list, or
+- when `max_queries` are spent.
+
+No I/O: `next_queries` says whom to ask now, `answered` and `failed` take the results; the driver sets the
+deadlines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from swarm_peer.addresses import Address, Contact
+from swarm_peer.routing import distance, pick_diverse
+
+CONTACTS_PER_REPLY: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LookupParams:
+    """`k`: size of the short lists and of the result. `alpha`: questions in flight per path. `paths`:
+    disjoint paths.
+
+    `agree_on`: nearest answering peers on which all paths must agree for an early end; k means no early end
+    to speak of.
+    """
+
+    k: int = 20
+    alpha: int = 3
+    paths: int = 4
+    agree_on: int = 8
+    per_network: int = 2
+    max_queries: int = 200
+
+
+class _Progress(Enum):
+    ASKED = "asked"
+    ANSWERED = "answered"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class _Path:
+    heard: dict[bytes, Contact] = field(default_factory=dict)
+    in_flight: set[bytes] = field(default_factory=set)
+
+
+class Lookup:
+    """One walk towards `target`. Not reusable."""
+
+    def __init__(
+        self, target: bytes, own_id: bytes, seeds: Iterable[Contact], params: LookupParams | None = None
+    ) -> None:
+        self.target = target self._own_id = own_id self._params = params or LookupParams() self._progress:
+        dict[bytes, _Progress] = {} self._contacts: dict[bytes, Contact] = {} self._path_of: dict[bytes,
+        _Path] = {} nearest = sorted({seed.peer_id: seed for seed in seeds if seed.peer_id !=
+        own_id}.values(), key=self._distance) # Never more paths than seeds: a path without a first peer leads
+        nowhere. self._paths = [_Path() for _ in range(min(self._params.paths, len(nearest)))] for index, seed
+        in enumerate(nearest): self._paths[index % len(self._paths)].heard[seed.peer_id] = seed self.queries =
+        0
+
+    @property
+    def finished(self) -> bool:
+        """True when nobody is left to ask and no answer is awaited, or when the paths agree."""
+        return self._agreed() or not (self._awaiting() or any(self._candidates(path) for path in self._paths))
+
+    def next_queries(self) -> list[Contact]:
+        """Whom to ask now. Each of them must be reported by `answered` or `failed`, however late."""
+        chosen: list[Contact] = []
+        if self._agreed():
+            return chosen
+        progressing = True
+        while progressing:
+            # One peer per path and turn, so that the first paths do not take all that several have heard of.
+            progressing = False
+            for path in self._paths:
+                if len(path.in_flight) >= self._params.alpha or self.queries >= self._params.max_queries:
+                    continue
+                candidates = self._candidates(path)
+                if not candidates:
+                    continue
+                contact = candidates[0]
+                self._progress[contact.peer_id] = _Progress.ASKED
+                self._contacts[contact.peer_id] = contact
+                self._path_of[contact.peer_id] = path
+                path.in_flight.add(contact.peer_id)
+                self.queries += 1
+                chosen.append(contact)
+                progressing = True
+        return chosen
+
+    def answered(self, peer_id: bytes, told: Iterable[Contact]) -> None:
+        """Takes the reply of a peer that was asked: the contacts that it told, of which at most 20 count."""
+        path = self._path_of.get(peer_id)
+        if path is None or peer_id not in path.in_flight:
+            return
+        path.in_flight.discard(peer_id)
+        self._progress[peer_id] = _Progress.ANSWERED
+        for _, contact in zip(range(CONTACTS_PER_REPLY), told, strict=False):
+            if contact.peer_id != self._own_id and contact.addresses:
+                # The first to tell counts: a later liar does not redirect a peer that this path knows already.
+                path.heard.setdefault(contact.peer_id, contact)
+        self._trim(path)
+
+    def failed(self, peer_id: bytes) -> None:
+        """Notes that a peer that was asked did not answer properly."""
+        path = self._path_of.get(peer_id)
+        if path is None or peer_id not in path.in_flight:
+            return
+        path.in_flight.discard(peer_id)
+        self._progress[peer_id] = _Progress.FAILED
+        self._failed_at.setdefault(peer_id, set()).add(self._contacts[peer_id].addresses)
+
+    def closest(self) -> list[Contact]:
+        """The k nearest peers that answered, nearest first, within the limit per network."""
+        answered = [self._contacts[p] for p, progress in self._progress.items() if progress is
+        _Progress.ANSWERED] answered.sort(key=self._distance) return pick_diverse(answered, self._params.k,
+        self._params.per_network)
+
+    def _candidates(self, path: _Path) -> list[Contact]:
+        """The peers on the path's short list that nobody has asked yet, nearest first."""
+        if self.queries >= self._params.max_queries:
+            return []
+        return [
+            c
+            for c in self._short_list(path)
+            if self._progress.get(c.peer_id) in (None, _Progress.FAILED)  # failed, but at other addresses
+        ]
+
+    def _short_list(self, path: _Path) -> list[Contact]:
+        usable = [c for c in path.heard.values() if not self._has_failed(c)]
+        usable.sort(key=self._distance)
+        return usable[: self._params.k]
+
+    def _has_failed(self, contact: Contact) -> bool:
+        """True if the peer failed at just these addresses: a liar's wrong address on one path spoils no other."""
+        if self._progress.get(contact.peer_id) is not _Progress.FAILED:
+            return False
+        return contact.addresses in self._failed_at[contact.peer_id]
+
+    def _awaiting(self) -> bool:
+        return any(path.in_flight for path in self._paths)
+
+    def _agreed(self) -> bool:
+        if not self._paths:
+            return True
+        fronts = [tuple(c.peer_id for c in self._short_list(path)[: self._params.agree_on]) for path in
+        self._paths] first = fronts[0] return ( len(first) == self._params.agree_on and all(front == first for
+        front in fronts) and all(self._progress.get(p) is _Progress.ANSWERED for p in first) )
+
+    def _trim(self, path: _Path) -> None:
+        """Bounds a path's memory: the nearest few times k, of which failed ones may use up a part."""
+        if len(path.heard) > 5 * self._params.k:
+            nearest = sorted(path.heard.values(), key=self._distance)[: 4 * self._params.k]
+            path.heard = {c.peer_id: c for c in nearest}
+
+    def _distance(self, contact: Contact) -> int:
+        return distance(contact.peer_id, self.target)
