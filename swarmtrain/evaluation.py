@@ -44,7 +44,7 @@ def validation_loss(model: LanguageModel, windows: NDArray[np.int64], *, batch_s
                 total += float(model.loss(batch[:, :-1], batch[:, 1:])) * count
     finally:
         model.train(was_training)
-    return total / (windows.shape[0] * (windows.shape[1] - 1))
+    return float(total / (windows.shape[0] * (windows.shape[1] - 1)))
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
