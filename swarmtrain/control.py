@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 
 import msgspec
@@ -21,14 +22,14 @@ class ControlError(Exception):
     """The other process sent something that is no control message, or is gone."""
 
 
-class _Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+class ControlMessage(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Each message is tagged with its class name."""
 
 
 # ------------------------------------------------------------------------------------------------ node to trainer
 
 
-class Start(_Message):
+class Start(ControlMessage):
     """First message: the whole job.  `weights` says where the replica starts."""
 
     manifest: bytes
@@ -48,17 +49,17 @@ class Start(_Message):
     shard: tuple[int, int] | None = None  # (index, count) where slices are assigned exactly
 
 
-class CloseRound(_Message):
+class CloseRound(ControlMessage):
     """Close the round at the next step boundary: a partner is waiting.  Answered by RoundClosed(requested=True)."""
 
 
-class Release(_Message):
+class Release(ControlMessage):
     """An own slot is free again."""
 
     slot: int
 
 
-class Mix(_Message):
+class Mix(ControlMessage):
     """Mix with the partner's snapshot, matched against the own snapshot of the same exchange."""
 
     exchange: int
@@ -69,22 +70,22 @@ class Mix(_Message):
     partner_step: int
 
 
-class Abandon(_Message):
+class Abandon(ControlMessage):
     """The exchange that the last closed round was meant for will not happen."""
 
 
-class Adopt(_Message):
+class Adopt(ControlMessage):
     """Catch up: replace the replica by the snapshot in `slot`, at the swarm's schedule `step`."""
 
     slot: int
     step: int
 
 
-class SaveCheckpoint(_Message):
+class SaveCheckpoint(ControlMessage):
     """Write a checkpoint at the next step boundary."""
 
 
-class Stop(_Message):
+class Stop(ControlMessage):
     """Finish the step, write a checkpoint, leave."""
 
 
@@ -94,7 +95,7 @@ ToTrainer = Start | CloseRound | Release | Mix | Abandon | Adopt | SaveCheckpoin
 # ------------------------------------------------------------------------------------------------ trainer to node
 
 
-class Ready(_Message):
+class Ready(ControlMessage):
     """The replica is loaded and training starts."""
 
     step: int
@@ -103,7 +104,7 @@ class Ready(_Message):
     resumed_from: str = ""
 
 
-class RoundClosed(_Message):
+class RoundClosed(ControlMessage):
     """A round ended; `slot` (now the node's) holds its snapshot.
 
     `tokens` and `steps` count since the last exchange; `round_steps` is the length of this round.
@@ -119,20 +120,20 @@ class RoundClosed(_Message):
     requested: bool
 
 
-class Mixed(_Message):
+class Mixed(ControlMessage):
     """A Mix was applied; both of its slots are the node's again."""
 
     exchange: int
     step: int
 
 
-class Adopted(_Message):
+class Adopted(ControlMessage):
     """An Adopt was applied; its slot is the node's again."""
 
     step: int
 
 
-class Progress(_Message):
+class Progress(ControlMessage):
     """Where training stands.  `train_s` and `exchange_s` are totals of the time spent on either."""
 
     step: int
@@ -143,21 +144,21 @@ class Progress(_Message):
     exchange_s: float
 
 
-class Evaluated(_Message):
+class Evaluated(ControlMessage):
     """Loss on the run's validation text, nats per token."""
 
     step: int
     validation_loss: float
 
 
-class Saved(_Message):
+class Saved(ControlMessage):
     """A checkpoint is complete on disk."""
 
     step: int
     path: str
 
 
-class Finished(_Message):
+class Finished(ControlMessage):
     """The schedule is at its end; `slot` holds the final snapshot.  The trainer exits after this."""
 
     slot: int
@@ -166,13 +167,13 @@ class Finished(_Message):
     validation_loss: float
 
 
-class Stopped(_Message):
+class Stopped(ControlMessage):
     """The trainer obeyed Stop and exits."""
 
     step: int
 
 
-class Failed(_Message):
+class Failed(ControlMessage):
     """The trainer cannot go on; one line for the user."""
 
     reason: str
@@ -185,7 +186,7 @@ _to_trainer = msgspec.msgpack.Decoder(ToTrainer)
 _to_node = msgspec.msgpack.Decoder(ToNode)
 
 
-def encode(message: _Message) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """Returns one message with its length in front."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -226,6 +227,7 @@ class TrainerControl:
         self._socket = sock
         self._reader = MessageReader()
         self._pending: list[ToTrainer] = []
+        self._sending = threading.Lock()  # the checkpoint thread reports too
 
     def wait(self, timeout_s: float | None = None) -> ToTrainer | None:
         """Waits for one message; returns None when the time is over.  Raises ControlError when the node is gone."""
@@ -239,10 +241,11 @@ class TrainerControl:
         messages, self._pending = self._pending, []
         return messages
 
-    def send(self, message: _Message) -> None:
+    def send(self, message: ControlMessage) -> None:
         """Sends one message.  Raises ControlError when the node is gone."""
         try:
-            self._socket.sendall(encode(message))
+            with self._sending:
+                self._socket.sendall(encode(message))
         except OSError as error:
             raise ControlError("the node process is gone") from error
 

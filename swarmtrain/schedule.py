@@ -56,6 +56,8 @@ class Schedule:
 
     def round_steps(self, step: int, inner_steps: int) -> int:
         """Returns the inner steps of a round that begins at `step`: at least 1, fewer at the end."""
-        if step < self.total_steps * (1.0 - CLOSING_SHARE):
-            return inner_steps
-        return max(1, inner_steps // CLOSING_DIVISOR)
+        return max(1, inner_steps // CLOSING_DIVISOR) if self.is_closing(step) else inner_steps
+
+    def is_closing(self, step: int) -> bool:
+        """True in the last part of the run, in which replicas meet more often."""
+        return step >= self.total_steps * (1.0 - CLOSING_SHARE)

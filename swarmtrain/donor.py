@@ -1,0 +1,181 @@
+"""Donor and joiner: how a peer that comes late gets the weights of one that trains.
+
+A donor answers `snapshot.get` with where to fetch its newest snapshot.  A joiner asks donors one after the other until
+one has delivered; the chunks of a broken transfer from the same donor are kept, another donor's snapshot is another
+blob.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import msgspec
+from swarm_peer.addresses import Contact
+from swarm_peer.errors import PeerError, Refusal
+from swarm_peer.rpc import Caller, Method
+
+from swarmtrain.exchange import Count, Hash, Offload
+from swarmtrain.snapshots import (
+    MAX_HAVES,
+    Payload,
+    PayloadInvalid,
+    Snapshot,
+    SnapshotLibrary,
+    decode_payload,
+    encode_payload,
+    max_payload_bytes,
+)
+
+logger = logging.getLogger("swarmtrain.donor")
+
+
+class SnapshotRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    run_id: Hash
+    haves: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=MAX_HAVES)]
+
+
+class SnapshotReply(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Where to fetch the donor's snapshot, and its place in the schedule."""
+
+    payload: Payload
+    step: Count
+    tokens: Count
+
+
+GET_SNAPSHOT = Method("snapshot.get", SnapshotRequest, SnapshotReply, max_request_bytes=1024, max_reply_bytes=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Donation:
+    """What can be given away at this moment."""
+
+    snapshot: Snapshot
+    step: int
+    tokens: int
+
+
+class DonorBlobs(Protocol):
+    """Stores what is given away, and fetches from any holder."""
+
+    def put(self, data: bytes) -> bytes: ...
+
+    def discard(self, blob_id: bytes) -> None: ...
+
+    async def fetch(
+        self,
+        blob_id: bytes,
+        holder: Contact,
+        *,
+        max_size_bytes: int,
+        deadline_s: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> bytes: ...
+
+
+class Donor:
+    """Gives snapshots to joiners.  One encoded form per snapshot and base is kept until the snapshot changes."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        run_id: bytes,
+        library: SnapshotLibrary,
+        blobs: DonorBlobs,
+        offload: Offload,
+        newest: Callable[[], Donation | None],
+    ) -> None:
+        self._run_id = run_id
+        self._library = library
+        self._blobs = blobs
+        self._offload = offload
+        self._newest = newest
+        self._encoded: dict[tuple[bytes, bytes], Payload] = {}
+        caller.handle(GET_SNAPSHOT, self._on_get)
+
+    async def _on_get(self, remote: bytes, request: SnapshotRequest) -> SnapshotReply:
+        if request.run_id != self._run_id:
+            raise Refusal("other-run", f"this peer trains run {self._run_id.hex()[:8]}")
+        donation = self._newest()
+        if donation is None:
+            raise Refusal("not-ready", "no round closed yet")
+        bases = self._library.common(request.haves)
+        payload = await self.encode(donation.snapshot, bases)
+        return SnapshotReply(payload, donation.step, donation.tokens)
+
+    async def encode(self, snapshot: Snapshot, bases: Sequence[Snapshot]) -> Payload:
+        """Returns the payload of a snapshot, its blob ready to be fetched until another snapshot is given away."""
+        for (name, base), payload in list(self._encoded.items()):
+            if name != snapshot.hash:
+                self._blobs.discard(payload.blob)
+                del self._encoded[name, base]
+        usable = {base.hash for base in bases} | {b""}
+        for (_, base), payload in self._encoded.items():
+            if base in usable:
+                return payload
+        encoded = await self._offload(encode_payload, self._library.layout, snapshot, bases)
+        blob = await self._offload(self._blobs.put, encoded.data)
+        payload = Payload(snapshot.hash, encoded.base, blob, len(encoded.data))
+        self._encoded[snapshot.hash, encoded.base] = payload
+        return payload
+
+
+class NoDonor(Exception):
+    """No donor delivered a snapshot; `reasons` has one line for each that was asked."""
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        super().__init__("; ".join(reasons) or "nobody to ask")
+        self.reasons = list(reasons)
+
+
+class Joiner:
+    """Gets a snapshot from the first donor that delivers."""
+
+    def __init__(
+        self, caller: Caller, *, run_id: bytes, library: SnapshotLibrary, blobs: DonorBlobs, offload: Offload
+    ) -> None:
+        self._caller = caller
+        self._run_id = run_id
+        self._library = library
+        self._blobs = blobs
+        self._offload = offload
+
+    async def fetch(
+        self,
+        donors: Sequence[Contact],
+        *,
+        deadline_s: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Donation:
+        """Asks `donors` in order.  `deadline_s` bounds each transfer.  Raises NoDonor."""
+        reasons = []
+        for donor in donors:
+            try:
+                request = SnapshotRequest(self._run_id, self._library.names())
+                reply = await self._caller.call(donor, GET_SNAPSHOT, request, deadline_s=60.0)
+                snapshot = await self.fetch_payload(reply.payload, donor, deadline_s=deadline_s, progress=progress)
+                return Donation(snapshot, reply.step, reply.tokens)
+            except (PeerError, PayloadInvalid) as error:
+                logger.warning("donor %s failed: %s", donor.peer_id.hex()[:8], error)
+                reasons.append(f"{donor.peer_id.hex()[:8]}: {error}")
+        raise NoDonor(reasons)
+
+    async def fetch_payload(
+        self,
+        payload: Payload,
+        holder: Contact,
+        *,
+        deadline_s: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Snapshot:
+        """Fetches and verifies one payload.  Raises PeerError or PayloadInvalid."""
+        if not 0 < payload.size_bytes <= max_payload_bytes(self._library.layout):
+            raise PayloadInvalid("oversized-payload")
+        data = await self._blobs.fetch(
+            payload.blob, holder, max_size_bytes=payload.size_bytes, deadline_s=deadline_s, progress=progress
+        )
+        base = self._library.get(payload.base) if payload.base else None
+        return await self._offload(decode_payload, self._library.layout, payload, data, base)

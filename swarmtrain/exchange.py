@@ -1,0 +1,556 @@
+"""The exchange: one meeting of two peers in which both mix their replicas.
+
+    initiator                                   responder
+    round closed, snapshot S_i
+    open(offer_i)                ----------->   free?  close the round at the next step boundary: S_j
+                                 <-----------   offer_j, payload_j
+    settle on a base, encode
+    commit(payload_i)            ----------->   fetch S_i, verify, judge
+    fetch S_j, verify, judge     <-----------   committed
+    apply(session)               ----------->   mix(D = S_i - S_j)
+    mix(D = S_j - S_i)           <-----------   applied
+
+Invariants.  At most one session per peer: a busy peer refuses at once, nobody queues.  Both sides use the same pair
+of snapshots, so D is matched.  Nothing is applied before it is verified and judged.  A session that breaks anywhere
+changes no state, but for one case: when the last reply is lost, one side has mixed and the other has not.  That moves
+the swarm's mean once by w D / N in no preferred direction, which is tolerated; agreement by a second phase would make
+peers wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import trio
+from numpy.typing import NDArray
+from swarm_peer.addresses import Contact
+from swarm_peer.errors import PeerError, ProtocolError, Refusal
+from swarm_peer.rpc import Caller, Method
+
+from swarmtrain.guard import Guard
+from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
+from swarmtrain.mixing import Effort, mix_weight, relative_weight, staleness_in_rounds
+from swarmtrain.snapshots import (
+    HASH_BYTES,
+    MAX_HAVES,
+    EncodedSnapshot,
+    Payload,
+    PayloadInvalid,
+    Snapshot,
+    SnapshotLibrary,
+    decode_payload,
+    encode_payload,
+    max_payload_bytes,
+    take_snapshot,
+)
+from swarmtrain.trainer_link import ClosedRound, MixOrder, TrainerGone, TrainerPort
+
+logger = logging.getLogger("swarmtrain.exchange")
+
+T = TypeVar("T")
+
+# ----------------------------------------------------------------------------------------------------- messages
+
+Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+
+
+class Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What one side brings.  `tokens` and `steps` count since its last exchange; `haves` are bases it holds."""
+
+    run_id: Hash
+    snapshot: Hash
+    step: Count
+    round_steps: Count
+    tokens: Count
+    steps: Count
+    haves: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=MAX_HAVES)]
+
+    @property
+    def effort(self) -> Effort:
+        return Effort(self.tokens, self.steps)
+
+
+SessionId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class OpenRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    session: SessionId
+    offer: Offer
+
+
+class OpenReply(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    offer: Offer
+    payload: Payload
+
+
+class CommitRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    session: SessionId
+    payload: Payload
+
+
+class ApplyRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    session: SessionId
+
+
+class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """An empty reply."""
+
+
+OPEN = Method("exchange.open", OpenRequest, OpenReply, max_request_bytes=2048, max_reply_bytes=2048)
+COMMIT = Method("exchange.commit", CommitRequest, Done, max_request_bytes=1024, max_reply_bytes=64)
+APPLY = Method("exchange.apply", ApplyRequest, Done, max_request_bytes=128, max_reply_bytes=64)
+
+
+# ------------------------------------------------------------------------------------------------------- seams
+
+
+class Partners(Protocol):
+    """Who could be met: live training peers of the run."""
+
+    def candidates(self) -> list[Contact]: ...
+
+    def contact(self, peer_id: bytes) -> Contact:
+        """Returns how to reach a peer that has just contacted us."""
+
+    def swarm_step(self) -> int | None:
+        """Returns the median schedule step of the live training peers: what no single peer can claim away."""
+
+
+class Blobs(Protocol):
+    """Moves payloads by content."""
+
+    def put(self, data: bytes) -> bytes: ...
+
+    def discard(self, blob_id: bytes) -> None: ...
+
+    async def fetch(self, blob_id: bytes, holder: Contact, *, max_size_bytes: int, deadline_s: float) -> bytes: ...
+
+
+class Offload(Protocol):
+    """Runs a function in a worker thread; inline under a virtual clock."""
+
+    async def __call__(self, function: Callable[..., T], *args: Any) -> T: ...  # noqa: ANN401  # any function's arguments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeConfig:
+    """What the run and the link say about exchanges."""
+
+    run_id: bytes
+    staleness_cutoff: int  # rounds
+    outer_gain: float  # beta / (1 - alpha), or gamma / (1 - alpha)
+    boundary_deadline_s: float = 60.0  # a partner's trainer reaches its next step boundary within this
+    transfer_deadline_s: float = 600.0
+    attempts_per_round: int = 3
+    busy_pause_s: float = 0.3
+    backoff_s: float = 15.0
+    ration: float = 0.25  # others may close our rounds no more often than once in this share of a round's time
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One exchange as it went, for the event log and the status."""
+
+    partner: bytes
+    initiated: bool
+    outcome: str  # "mixed", or the reason why not
+    staleness: int = 0
+    weight: float = 0.0
+    clipped: bool = False
+    payload_bytes_sent: int = 0
+    payload_bytes_received: int = 0
+    patch: bool = False
+    seconds: float = 0.0
+
+
+class ExchangeFailed(Exception):
+    """A session ends without a mix; `reason` is a short token."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Session:
+    """One meeting, on either side."""
+
+    id: bytes
+    partner: Contact
+    theirs: Offer
+    started_s: float
+    closed: ClosedRound
+    own: Snapshot
+    encoded: EncodedSnapshot
+    blob: bytes
+    partner_snapshot: Snapshot | None = None
+    order: MixOrder | None = None
+    staleness: int = 0
+    received_bytes: int = 0
+    clipped: bool = False
+    patch: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+# --------------------------------------------------------------------------------------------------- the exchanger
+
+
+class Exchanger:
+    """Runs this peer's exchanges, one at a time, as initiator and as responder."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        config: ExchangeConfig,
+        trainer: TrainerPort,
+        partners: Partners,
+        blobs: Blobs,
+        library: SnapshotLibrary,
+        rng: random.Random,
+        offload: Offload,
+    ) -> None:
+        self._caller = caller
+        self._config = config
+        self._trainer = trainer
+        self._partners = partners
+        self._blobs = blobs
+        self._library = library
+        self._layout: FlatLayout = library.layout
+        self._rng = rng
+        self._offload = offload
+        self._guard = Guard(config.outer_gain)
+        self._busy = False
+        self._incoming: _Session | None = None
+        self._last_mix_s = float("-inf")
+        self._last_round = 0
+        self._round_s = 0.0  # how long a round takes, smoothed
+        self._backoff_until: dict[bytes, tuple[float, float]] = {}
+        self._nursery: trio.Nursery | None = None
+        self.stopped = False
+        self.catch_up_wanted = trio.Event()
+        self.counts: Counter[str] = Counter()
+        self.on_report: Callable[[Report], None] = lambda report: None
+        caller.handle(OPEN, self._on_open)
+        caller.handle(COMMIT, self._on_commit)
+        caller.handle(APPLY, self._on_apply)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Initiates one exchange after each round of its own, until the trainer ends."""
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            before_s = trio.current_time()
+            while True:
+                try:
+                    closed = await self._trainer.next_round(self._last_round)
+                except TrainerGone:
+                    self._nursery.cancel_scope.cancel()
+                    return
+                self._last_round = closed.round
+                before_s, took_s = trio.current_time(), trio.current_time() - before_s
+                self._round_s = took_s if self._round_s == 0.0 else 0.7 * self._round_s + 0.3 * took_s
+                try:
+                    if not self._busy and not await self._meet_someone(closed):
+                        self._trainer.abandon(closed)
+                finally:
+                    self._trainer.release(closed)
+
+    # ------------------------------------------------------------------------------------------------- initiator
+
+    async def _meet_someone(self, closed: ClosedRound) -> bool:
+        """Tries partners in random order until one exchange has happened or the attempts are used up."""
+        own: Snapshot | None = None
+        for attempt in range(self._config.attempts_per_round):
+            if attempt:
+                await trio.sleep(self._config.busy_pause_s * (0.5 + self._rng.random()))
+            if self._busy or self.stopped:
+                return True  # someone was faster and met us; that exchange settles this round
+            partner = self._choose_partner()
+            if partner is None:
+                return False
+            with self._occupied():
+                started_s = trio.current_time()
+                try:
+                    if own is None:
+                        own = await self._offload(take_snapshot, self._layout, closed.bits)
+                    report = await self._initiate(partner, closed, own, started_s)
+                except (PeerError, ExchangeFailed, PayloadInvalid) as error:
+                    report = Report(partner.peer_id, True, _reason(error), seconds=trio.current_time() - started_s)
+                    self._note_failure(partner.peer_id, error)
+                self._record(report)
+            if report.outcome == "mixed":
+                return True
+        return False
+
+    def _choose_partner(self) -> Contact | None:
+        now = trio.current_time()
+        able = [c for c in self._partners.candidates() if self._backoff_until.get(c.peer_id, (0.0, 0.0))[0] <= now]
+        return self._rng.choice(able) if able else None
+
+    async def _initiate(self, partner: Contact, closed: ClosedRound, own: Snapshot, started_s: float) -> Report:
+        id_ = self._rng.randbytes(16)
+        reply = await self._caller.call(
+            partner, OPEN, OpenRequest(id_, self._offer(closed, own)), deadline_s=self._config.boundary_deadline_s
+        )
+        if reply.offer.run_id != self._config.run_id or reply.payload.snapshot != reply.offer.snapshot:
+            raise ProtocolError("inconsistent-offer")
+        encoded, blob = await self._encode(own, reply.offer)
+        session = _Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
+        try:
+            await self._swap(session, reply.payload)
+            await self._caller.call(partner, APPLY, ApplyRequest(id_), deadline_s=self._config.boundary_deadline_s)
+            await self._mix(session)
+        finally:
+            self._blobs.discard(blob)
+        return self._success(session, initiated=True)
+
+    async def _swap(self, session: _Session, theirs: Payload) -> None:
+        """Lets the partner fetch while we fetch; raises what went wrong first on either side."""
+        own = Payload(session.own.hash, session.encoded.base, session.blob, len(session.encoded.data))
+        failures: list[Exception] = []
+
+        async def attempt(half: Awaitable[object]) -> None:
+            try:
+                await half
+            except (PeerError, ExchangeFailed, PayloadInvalid) as error:
+                failures.append(error)
+                nursery.cancel_scope.cancel()
+
+        commit = CommitRequest(session.id, own)
+        deadline_s = self._config.transfer_deadline_s
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(attempt, self._caller.call(session.partner, COMMIT, commit, deadline_s=deadline_s))
+            nursery.start_soon(attempt, self._receive(session, theirs))
+        if failures:
+            raise failures[0]
+
+    # ------------------------------------------------------------------------------------------------- responder
+
+    async def _on_open(self, remote: bytes, request: OpenRequest) -> OpenReply:
+        offer = request.offer
+        self._check_run(offer)
+        now = trio.current_time()
+        if self.stopped:
+            raise Refusal("not-training")
+        if self._busy:
+            raise Refusal("busy")
+        if now - self._last_mix_s < self._config.ration * self._round_s:
+            raise Refusal("too-soon")
+        if self._nursery is None:
+            raise Refusal("not-ready")
+        with self._occupied(keep_on_success=True):
+            try:
+                with trio.fail_after(self._config.boundary_deadline_s):
+                    closed = await self._trainer.close_round()
+            except (TrainerGone, trio.TooSlowError) as error:
+                raise Refusal("not-training") from error
+            self._last_round = max(self._last_round, closed.round)
+            try:
+                if self._too_stale(closed, offer):
+                    raise Refusal("stale", f"you are behind by more than {self._config.staleness_cutoff} rounds")
+                own = await self._offload(take_snapshot, self._layout, closed.bits)
+                encoded, blob = await self._encode(own, offer)
+            except BaseException:
+                self._trainer.abandon(closed)
+                self._trainer.release(closed)
+                raise
+            partner = self._partners.contact(remote)
+            session = _Session(request.session, partner, offer, now, closed, own, encoded, blob)
+            self._incoming = session
+            self._nursery.start_soon(self._expire, session)
+        payload = Payload(own.hash, encoded.base, blob, len(encoded.data))
+        return OpenReply(self._offer(closed, own), payload)
+
+    async def _on_commit(self, remote: bytes, request: CommitRequest) -> Done:
+        session = self._find_session(remote, request.session)
+        if request.payload.snapshot != session.theirs.snapshot or session.partner_snapshot is not None:
+            raise self._end_incoming(session, "inconsistent-commit")
+        try:
+            await self._receive(session, request.payload)
+        except (PeerError, ExchangeFailed, PayloadInvalid) as error:
+            self._note_failure(remote, error)
+            raise self._end_incoming(session, _reason(error)) from error
+        return Done()
+
+    async def _on_apply(self, remote: bytes, request: ApplyRequest) -> Done:
+        session = self._find_session(remote, request.session)
+        if session.order is None:
+            raise self._end_incoming(session, "not-committed")
+        await self._mix(session)
+        self._record(self._success(session, initiated=False))
+        self._leave(session)
+        return Done()
+
+    async def _expire(self, session: _Session) -> None:
+        """Ends a session whose initiator has vanished."""
+        with session.scope:
+            await trio.sleep(self._config.transfer_deadline_s + self._config.boundary_deadline_s)
+            self._end_incoming(session, "initiator-vanished")
+
+    def _find_session(self, remote: bytes, id_: bytes) -> _Session:
+        session = self._incoming
+        if session is None or session.id != id_ or session.partner.peer_id != remote:
+            raise Refusal("no-session")
+        return session
+
+    def _end_incoming(self, session: _Session, reason: str) -> Refusal:
+        if self._incoming is session:
+            self._record(Report(session.partner.peer_id, False, reason))
+            self._trainer.abandon(session.closed)
+            self._leave(session)
+        return Refusal(reason)
+
+    def _leave(self, session: _Session) -> None:
+        session.scope.cancel()
+        self._incoming = None
+        self._busy = False
+        self._trainer.release(session.closed)
+        self._blobs.discard(session.blob)
+
+    # ------------------------------------------------------------------------------------------ both sides alike
+
+    def _offer(self, closed: ClosedRound, own: Snapshot) -> Offer:
+        return Offer(
+            run_id=self._config.run_id,
+            snapshot=own.hash,
+            step=closed.step,
+            round_steps=closed.round_steps,
+            tokens=closed.effort.tokens,
+            steps=closed.effort.steps,
+            haves=self._library.names(),
+        )
+
+    async def _encode(self, own: Snapshot, theirs: Offer) -> tuple[EncodedSnapshot, bytes]:
+        bases = self._library.common(theirs.haves)
+        encoded = await self._offload(encode_payload, self._layout, own, bases)
+        return encoded, await self._offload(self._blobs.put, encoded.data)
+
+    async def _receive(self, session: _Session, payload: Payload) -> None:
+        """Fetches, verifies and judges the partner's snapshot; afterwards the session is ready to mix."""
+        cap = max_payload_bytes(self._layout)
+        if not 0 < payload.size_bytes <= cap:
+            raise ProtocolError("oversized-payload")
+        data = await self._blobs.fetch(
+            payload.blob,
+            session.partner,
+            max_size_bytes=payload.size_bytes,
+            deadline_s=self._config.transfer_deadline_s,
+        )
+        base = self._library.get(payload.base) if payload.base else None
+        snapshot = await self._offload(decode_payload, self._layout, payload, data, base)
+        norms = await self._offload(difference_norms, self._layout, session.own.bits, snapshot.bits)
+        session.staleness = self._staleness(session.closed, session.theirs)
+        if session.staleness > self._config.staleness_cutoff:
+            raise ExchangeFailed("partner-stale")
+        verdict = self._guard.judge(session.partner.peer_id, norms, session.closed.drift_norms)
+        if not verdict.accepted:
+            raise ExchangeFailed(verdict.reason)
+        relative = relative_weight(session.closed.effort, session.theirs.effort)
+        weight = mix_weight(relative, session.staleness)
+        session.order = MixOrder(weight, verdict.factors, self._credible_step(session))
+        session.partner_snapshot = snapshot
+        session.received_bytes = len(data)
+        session.clipped = verdict.clipped
+        session.patch = bool(payload.base)
+
+    async def _mix(self, session: _Session) -> None:
+        if session.partner_snapshot is None or session.order is None:
+            raise ExchangeFailed("not-committed")
+        await self._trainer.mix(session.closed, session.partner_snapshot.bits, session.order)
+        # From now on both sides hold this pair: the bases of their next meeting.
+        self._library.add(session.own)
+        self._library.add(session.partner_snapshot)
+        self._backoff_until.pop(session.partner.peer_id, None)
+
+    def _credible_step(self, session: _Session) -> int:
+        """Returns the partner's step, but at most a round beyond the swarm's median: a step is only a claim."""
+        median = self._partners.swarm_step()
+        known = session.closed.step if median is None else max(session.closed.step, median)
+        return min(session.theirs.step, known + session.closed.round_steps)
+
+    def _staleness(self, closed: ClosedRound, theirs: Offer) -> int:
+        return staleness_in_rounds(closed.step, theirs.step, max(closed.round_steps, theirs.round_steps))
+
+    def _too_stale(self, closed: ClosedRound, theirs: Offer) -> bool:
+        return self._staleness(closed, theirs) > self._config.staleness_cutoff
+
+    def _check_run(self, offer: Offer) -> None:
+        if offer.run_id != self._config.run_id:
+            raise Refusal("other-run", f"this peer trains run {self._config.run_id.hex()[:8]}")
+
+    @contextmanager
+    def _occupied(self, *, keep_on_success: bool = False) -> Iterator[None]:
+        """Takes the one place for a session; as responder it is given back by `_leave`."""
+        self._busy = True
+        try:
+            yield
+        except BaseException:
+            self._busy = False
+            raise
+        if not keep_on_success:
+            self._busy = False
+
+    def _success(self, session: _Session, *, initiated: bool) -> Report:
+        assert session.order is not None
+        return Report(
+            partner=session.partner.peer_id,
+            initiated=initiated,
+            outcome="mixed",
+            staleness=session.staleness,
+            weight=session.order.weight,
+            clipped=session.clipped,
+            payload_bytes_sent=len(session.encoded.data),
+            payload_bytes_received=session.received_bytes,
+            patch=session.patch,
+            seconds=trio.current_time() - session.started_s,
+        )
+
+    def _record(self, report: Report) -> None:
+        if report.outcome == "mixed":
+            self._last_mix_s = trio.current_time()
+        self.counts[report.outcome] += 1
+        logger.info("exchange with %s: %s", report.partner.hex()[:8], report.outcome)
+        self.on_report(report)
+
+    def _note_failure(self, peer_id: bytes, error: Exception) -> None:
+        """Lowers a partner's standing: it is left alone for a while, longer each time.  Being busy is no fault."""
+        if isinstance(error, Refusal) and error.code in ("busy", "too-soon", "not-ready"):
+            return
+        if isinstance(error, Refusal) and error.code == "stale":
+            self.catch_up_wanted.set()
+            return
+        _, pause = self._backoff_until.get(peer_id, (0.0, self._config.backoff_s / 2))
+        pause = min(pause * 2, 64 * self._config.backoff_s)
+        self._backoff_until[peer_id] = (trio.current_time() + pause, pause)
+
+
+def difference_norms(layout: FlatLayout, own: NDArray[np.uint16], partner: NDArray[np.uint16]) -> dict[str, float]:
+    """Returns the L2 norm of D = S_j - S_i per module group."""
+    norms = {}
+    for group, parts in layout.groups().items():
+        total = 0.0
+        for part in parts:
+            for piece in chunks(part.stop - part.start):
+                at = slice(part.start + piece.start, part.start + piece.stop)
+                D = bf16_to_fp32(partner[at]) - bf16_to_fp32(own[at])
+                total += float(np.dot(D, D))
+        norms[group] = total**0.5
+    return norms
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Refusal):
+        return error.code
+    reason = getattr(error, "reason", "")
+    return (
+        reason if isinstance(error, ExchangeFailed | PayloadInvalid | ProtocolError) else type(error).__name__.lower()
+    )

@@ -1,0 +1,59 @@
+"""What a peer tells the swarm about itself: the opaque 512 bytes in its signed peer record.
+
+Everybody can read it, nobody has to believe it: it feeds the monitor, the choice of donor and the median step, and
+no single claim moves a replica.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+
+MAX_STATUS_BYTES = 512
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+_Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class FinalReplica(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Where a finished peer's last snapshot can be fetched, and the tokens that weigh it in the merge."""
+
+    snapshot: _Hash
+    blob: _Hash
+    size_bytes: _Count
+    tokens: _Count
+
+
+class Status(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A peer's own account.  Losses are nats per token; NaN where not yet known."""
+
+    step: _Count = 0
+    total_steps: _Count = 0
+    loss: float = math.nan
+    validation_loss: float = math.nan
+    tokens_per_s: float = 0.0
+    tokens_total: _Count = 0
+    last_partner: Annotated[bytes, msgspec.Meta(max_length=4)] = b""
+    staleness: _Count = 0
+    exchanges: _Count = 0
+    rejected: _Count = 0
+    bytes_sent: _Count = 0
+    bytes_received: _Count = 0
+    exchange_share: float = 0.0  # share of training time lost to the swarm
+    final: FinalReplica | None = None
+    merged: bool = False
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def decode_status(data: bytes) -> Status:
+    """Reads a stranger's status; what cannot be read counts as an empty one."""
+    if len(data) > MAX_STATUS_BYTES:
+        return Status()
+    try:
+        return msgspec.msgpack.decode(data, type=Status)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return Status()
