@@ -60,13 +60,20 @@ class Lookup:
     def __init__(
         self, target: bytes, own_id: bytes, seeds: Iterable[Contact], params: LookupParams | None = None
     ) -> None:
-        self.target = target self._own_id = own_id self._params = params or LookupParams() self._progress:
-        dict[bytes, _Progress] = {} self._contacts: dict[bytes, Contact] = {} self._path_of: dict[bytes,
-        _Path] = {} nearest = sorted({seed.peer_id: seed for seed in seeds if seed.peer_id !=
-        own_id}.values(), key=self._distance) # Never more paths than seeds: a path without a first peer leads
-        nowhere. self._paths = [_Path() for _ in range(min(self._params.paths, len(nearest)))] for index, seed
-        in enumerate(nearest): self._paths[index % len(self._paths)].heard[seed.peer_id] = seed self.queries =
-        0
+        self.target = target
+        self._own_id = own_id
+        self._params = params or LookupParams()
+        self._progress: dict[bytes, _Progress] = {}
+        self._failed_at: dict[bytes, set[tuple[Address, ...]]] = {}
+        self._contacts: dict[bytes, Contact] = {}
+        self._path_of: dict[bytes, _Path] = {}
+        distinct = {seed.peer_id: seed for seed in seeds if seed.peer_id != own_id}
+        nearest = sorted(distinct.values(), key=self._distance)
+        # Never more paths than seeds: a path without a first peer leads nowhere.
+        self._paths = [_Path() for _ in range(min(self._params.paths, len(nearest)))]
+        for index, seed in enumerate(nearest):
+            self._paths[index % len(self._paths)].heard[seed.peer_id] = seed
+        self.queries = 0
 
     @property
     def finished(self) -> bool:
@@ -122,9 +129,9 @@ class Lookup:
 
     def closest(self) -> list[Contact]:
         """The k nearest peers that answered, nearest first, within the limit per network."""
-        answered = [self._contacts[p] for p, progress in self._progress.items() if progress is
-        _Progress.ANSWERED] answered.sort(key=self._distance) return pick_diverse(answered, self._params.k,
-        self._params.per_network)
+        reached = [p for p, progress in self._progress.items() if progress is _Progress.ANSWERED]
+        answered = sorted((self._contacts[p] for p in reached), key=self._distance)
+        return pick_diverse(answered, self._params.k, self._params.per_network)
 
     def _candidates(self, path: _Path) -> list[Contact]:
         """The peers on the path's short list that nobody has asked yet, nearest first."""
@@ -153,9 +160,14 @@ class Lookup:
     def _agreed(self) -> bool:
         if not self._paths:
             return True
-        fronts = [tuple(c.peer_id for c in self._short_list(path)[: self._params.agree_on]) for path in
-        self._paths] first = fronts[0] return ( len(first) == self._params.agree_on and all(front == first for
-        front in fronts) and all(self._progress.get(p) is _Progress.ANSWERED for p in first) )
+        depth = self._params.agree_on
+        fronts = [tuple(c.peer_id for c in self._short_list(path)[:depth]) for path in self._paths]
+        first = fronts[0]
+        return (
+            len(first) == depth
+            and all(front == first for front in fronts)
+            and all(self._progress.get(p) is _Progress.ANSWERED for p in first)
+        )
 
     def _trim(self, path: _Path) -> None:
         """Bounds a path's memory: the nearest few times k, of which failed ones may use up a part."""

@@ -71,8 +71,8 @@ class SignedRecord(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
             raise RecordInvalid("ttl-out-of-range")
         if len(self.payload) > PAYLOAD_CAP_BYTES:
             raise RecordInvalid("oversized-payload")
-        head = _SIGNED_HEAD.pack(len(kind), kind, self.key, self.public_key, self.seq, self.ttl_s,
-        len(self.payload)) return head + self.payload
+        names = (len(kind), kind, self.key, self.public_key)
+        return _SIGNED_HEAD.pack(*names, self.seq, self.ttl_s, len(self.payload)) + self.payload
 
     def content_hash(self) -> bytes:
         """SHA-256 of the signed bytes: equal for equal statements, and the tie-break between unequal ones."""
@@ -160,11 +160,11 @@ def members_key(run_id: bytes) -> bytes:
     return hashlib.sha256(b"swarmtrain-members" + run_id).digest()
 
 
-def make_record(identity: Identity, kind: str, key: bytes, seq: int, ttl_s: int, payload: bytes) ->
-SignedRecord: """Signs a record. Raises `RecordInvalid` if a field is out of range.""" unsigned =
-SignedRecord(kind, key, identity.public_key, seq, ttl_s, payload, bytes(64)) signature =
-identity.sign(SIGNATURE_DOMAIN, unsigned.signed_bytes()) return msgspec.structs.replace(unsigned,
-signature=signature)
+def make_record(identity: Identity, kind: str, key: bytes, seq: int, ttl_s: int, payload: bytes) -> SignedRecord:
+    """Signs a record. Raises `RecordInvalid` if a field is out of range."""
+    unsigned = SignedRecord(kind, key, identity.public_key, seq, ttl_s, payload, bytes(64))
+    signature = identity.sign(SIGNATURE_DOMAIN, unsigned.signed_bytes())
+    return msgspec.structs.replace(unsigned, signature=signature)
 
 
 def encode_payload(payload: Payload) -> bytes:
@@ -183,16 +183,14 @@ def encode_payload(payload: Payload) -> bytes:
 
 
 def decode_peer(record: SignedRecord) -> PeerPayload:
-    """Decodes the payload of a "peer" record. Raises `RecordInvalid`. The signature is the caller's business.
-    """
+    """Decodes the payload of a "peer" record. Raises `RecordInvalid`. The signature is the caller's business."""
     if record.kind != "peer":
         raise RecordInvalid("wrong-kind")
     return _decode(record.payload, PeerPayload)
 
 
 def decode_run(record: SignedRecord) -> RunPayload:
-    """Decodes the payload of a "run" record. Raises `RecordInvalid`. The signature is the caller's business.
-    """
+    """Decodes the payload of a "run" record. Raises `RecordInvalid`. The signature is the caller's business."""
     if record.kind != "run":
         raise RecordInvalid("wrong-kind")
     return _decode(record.payload, RunPayload)

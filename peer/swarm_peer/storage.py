@@ -27,8 +27,7 @@ from swarm_peer.routing import distance
 
 @dataclass(frozen=True, slots=True)
 class StorageLimits:
-    """Caps of a `RecordStore`. `authors_per_network` counts authors of one /16 (/32 for IPv6) under one key.
-    """
+    """Caps of a `RecordStore`. `authors_per_network` counts authors of one /16 (/32 for IPv6) under one key."""
 
     keys: int = 1000
     authors_per_key: int = 64
@@ -78,8 +77,7 @@ class _Entry:
 
 
 class RecordStore:
-    """Holds records by key and author. `own_id` decides which keys are nearest, hence kept when keys run out.
-    """
+    """Holds records by key and author. `own_id` decides which keys are nearest, hence kept when keys run out."""
 
     def __init__(self, own_id: bytes, rng: random.Random, limits: StorageLimits | None = None) -> None:
         self._own_id = own_id
@@ -95,8 +93,7 @@ class RecordStore:
 
     @property
     def flagged(self) -> frozenset[bytes]:
-        """Authors (peer ids) that signed two statements with one `seq`: a key in two processes, or a cheat.
-        """
+        """Authors (peer ids) that signed two statements with one `seq`: a key in two processes, or a cheat."""
         return frozenset(self._flagged)
 
     def would_take(self, record: SignedRecord) -> bool:
@@ -188,9 +185,9 @@ class RecordStore:
             if not origin.is_author:
                 return None
             candidates = entries
-        sizes = Counter(entry.origin.topic for entry in candidates.values()) largest = max(sizes.values())
-        return self._rng.choice([a for a, entry in candidates.items() if sizes[entry.origin.topic] ==
-        largest])
+        sizes = Counter(entry.origin.topic for entry in candidates.values())
+        largest = max(sizes.values())
+        return self._rng.choice([a for a, entry in candidates.items() if sizes[entry.origin.topic] == largest])
 
     def _drop_from_farthest(self, key: bytes, *, whole_key: bool, now: float) -> bool:
         farthest = max(self._keys, key=lambda held: distance(held, self._own_id))
