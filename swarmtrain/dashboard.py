@@ -87,7 +87,7 @@ def to_json(view: SwarmView) -> str:
 
 def _headline(view: SwarmView, rows: list[PeerRow]) -> Text:
     title = Text(one_line(view.run_name, 63), style="bold", no_wrap=True, overflow="ellipsis")
-    title.append(f"  run {one_line(view.run_id, 8)}  watched {duration(view.watched_s)}\n", style="dim")
+    title.append(f"  run {one_line(view.run_id)[:8]}  watched {duration(view.watched_s)}\n", style="dim")
     counted = [(state, sum(row.state == state for row in rows)) for state in _ORDER]
     line = ", ".join(f"{number} {state}" for state, number in counted if number) or "no peers yet"
     live = [row for row in rows if row.state == "training"]

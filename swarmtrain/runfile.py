@@ -113,8 +113,9 @@ def parse_run_file(text: str, path: Path) -> RunFile:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message, at, place = str(error).partition(" (at ")
-        line = re.match(r"line (\d+)", place) if at else None
-        where = f"{path}, line {line[1]}" if line else str(path)
+        line = re.match(r"line (\d+)", place)
+        number = line[1] if line else len(text.splitlines())  # else "at end of document"
+        where = f"{path}, line {number}" if at else str(path)
         raise RunFileError(f"{where}: not valid TOML: {one_line(message, 200)}") from None
     except RecursionError:
         raise RunFileError(f"{path}: nested too deeply") from None
@@ -184,11 +185,11 @@ class _Reader:
         try:
             return kind(**values)
         except FieldError as error:
-            self._fail(name, error.field.partition(".")[2], one_line(str(error)))
+            self._fail(name, error.field.partition(".")[2].replace("_", "-"), one_line(str(error)))
         except ValueError as error:
             # The model's sizes do not fit together: the message names the first field concerned.
             named = [key for key in values if re.search(rf"\b{key}\b", str(error))]
-            self._fail(name, named[0] if named else "", one_line(str(error)))
+            self._fail(name, named[0].replace("_", "-") if named else "", one_line(str(error)))
 
     def _beside(self, name: str | None) -> Path | None:
         return None if name is None else self._path.parent / Path(name).expanduser()
