@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import click
-from blake3 import blake3
 from swarm_peer.blobs import BlobStore
 from swarm_peer.identity import Identity
 
 from swarmtrain import __version__
 from swarmtrain.documents import python_validation_text
 from swarmtrain.errors import ExitCode, RunFileError, UserError
-from swarmtrain.genesis_folder import GenesisFolder, open_genesis_folder
+from swarmtrain.export import state_digest
+from swarmtrain.genesis_file import encode_genesis
 from swarmtrain.invite import Invite, parse_entry_point
 from swarmtrain.manifest import (
     MAX_VALIDATION_BYTES,
@@ -24,10 +25,13 @@ from swarmtrain.manifest import (
     SignedManifest,
     ValidationSection,
     WeightsSection,
+    differences,
+    mismatch,
     sign_manifest,
 )
 from swarmtrain.naming import fingerprint
 from swarmtrain.options import CreateOptions
+from swarmtrain.pretrained import load_export
 from swarmtrain.run_package import SUFFIX, blobs_folder, write_manifest_file
 from swarmtrain.runfile import RunFile, load_run_file
 
@@ -64,19 +68,15 @@ def make_run(run_file: RunFile, identity: Identity, manifest_file: Path) -> Sign
     Raises:
         UserError: with one line, where a text or folder that the run file names cannot be used.
     """
+    blobs = blobs_folder(manifest_file)
     validation = _validation_text(run_file)
-    folder = None
-    if run_file.genesis_weights is not None:
-        folder = open_genesis_folder(run_file.genesis_weights, run_file.model)
-        _check_disk(manifest_file.parent, folder.weights.stat().st_size)
-    model = folder.model if folder else run_file.model or ModelSection()
+    model, genesis = _model_and_genesis(run_file, blobs)
     if len(validation) <= model.context_length:
         raise UserError(
             f"the validation text has {len(validation)} bytes, and the model's context_length is "
             f"{model.context_length}; give a longer text in [validation]",
             ExitCode.USAGE,
         )
-    blobs = blobs_folder(manifest_file)
     manifest = Manifest(
         name=run_file.name,
         creator=identity.public_key.hex(),
@@ -88,7 +88,7 @@ def make_run(run_file: RunFile, identity: Identity, manifest_file: Path) -> Sign
         optimizer=run_file.optimizer,
         round=run_file.round,
         mixer=run_file.mixer,
-        genesis=_genesis(run_file, folder, blobs),
+        genesis=genesis,
     )
     signed = sign_manifest(manifest, identity)
     write_manifest_file(manifest_file, signed)
@@ -112,12 +112,19 @@ def _validation_text(run_file: RunFile) -> bytes:
     return text
 
 
-def _genesis(run_file: RunFile, folder: GenesisFolder | None, blobs: Path) -> GenesisSection:
-    if folder is None:
-        return GenesisSection(seed=run_file.genesis_seed or 0)
-    data = folder.weights.read_bytes()
-    digest = blake3(data, max_threads=blake3.AUTO).hexdigest()
-    return GenesisSection(weights=WeightsSection(blob=_store(blobs, data), size_bytes=len(data), digest=digest))
+def _model_and_genesis(run_file: RunFile, blobs: Path) -> tuple[ModelSection, GenesisSection]:
+    """Returns the model, from the run file or the genesis folder, and what the manifest says of its weights."""
+    if run_file.genesis_weights is None:
+        return run_file.model or ModelSection(), GenesisSection(seed=run_file.genesis_seed or 0)
+    state, config = load_export(run_file.genesis_weights)
+    model = ModelSection(**asdict(config))
+    if run_file.model is not None:
+        for field, wanted, found in differences(run_file.model, model):
+            raise mismatch(f"{run_file.path}: [model] {field}", wanted, found, where=str(run_file.genesis_weights))
+    data = encode_genesis(state)
+    _check_disk(blobs, len(data))
+    digest = state_digest(state).hex()
+    return model, GenesisSection(weights=WeightsSection(blob=_store(blobs, data), size_bytes=len(data), digest=digest))
 
 
 def _store(folder: Path, data: bytes) -> str:
