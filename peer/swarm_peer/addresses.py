@@ -14,6 +14,7 @@ import msgspec
 from swarm_peer.identity import PEER_ID_BYTES, PeerId
 
 MAX_ADDRESSES = 8
+LOOPBACK = "loopback"
 _HOST_PATTERN = r"^[0-9A-Za-z._:%-]{1,253}$"
 _HOST_NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?\.?")
 _PEER_ID_TEXT = re.compile(r"[0-9a-fA-F]{64}")
@@ -24,7 +25,7 @@ PeerIdBytes = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A TCP endpoint. `host` is a name or a literal IP address, without brackets; port 0 means any free port."""
+    """A TCP endpoint. `host` is a name or a literal IP address without brackets; port 0: any free port."""
 
     host: Host
     port: Port
@@ -68,6 +69,19 @@ def parse_contact(text: str) -> tuple[PeerId | None, Address]:
     if not _PEER_ID_TEXT.fullmatch(peer_id_text):
         raise ValueError(f"{text!r}: what stands before @ must be a peer id of 64 hex digits")
     return PeerId(bytes.fromhex(peer_id_text)), parse_address(address_text)
+
+
+def host_group(host: str) -> str:
+    """What one stranger is likely to own, for limits: an IPv4 address, an IPv6 /64, or all of `LOOPBACK`."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    if ip.is_loopback:
+        return LOOPBACK
+    return str(ip) if ip.version == 4 else str(ipaddress.ip_network((int(ip), 64), strict=False))
 
 
 def _address_help(text: str) -> str:

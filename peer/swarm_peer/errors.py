@@ -58,7 +58,7 @@ class ConnectionRefused(ConnectError):
 class ConnectTimedOut(ConnectError):
     """The deadline passed before the connection stood."""
 
-    template = "{address} did not answer: {reason}; check that the peer runs and that no firewall or NAT blocks the port"
+    template = "{address} did not answer: {reason}; check that the peer runs and no firewall or NAT blocks it"
 
 
 class WrongIdentity(ConnectError):
@@ -111,9 +111,7 @@ class AddressInUse(ListenError):
         self.port = port
 
     def __str__(self) -> str:
-        return (
-            f"port {self.port} is in use ({self.address}); stop the other program or listen on another port"
-        )
+        return f"port {self.port} is in use ({self.address}); stop the other program or listen on another port"
 
 
 class ProtocolError(PeerError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Annotated, Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -22,6 +22,8 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 MAX_METHOD_NAME_CHARS = 64
+MAX_DEADLINE_MS = 24 * 3600 * 1000
+MAX_BODY_BYTES = 2**40
 
 
 class Priority(IntEnum):
@@ -45,9 +47,7 @@ class Method(Generic[Q, R]):
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= MAX_METHOD_NAME_CHARS or not self.name.isascii():
-            raise ValueError(
-                f"a method name has 1 to {MAX_METHOD_NAME_CHARS} ASCII characters: {self.name!r}"
-            )
+            raise ValueError(f"a method name has 1 to {MAX_METHOD_NAME_CHARS} ASCII characters: {self.name!r}")
 
 
 Handler = Callable[[PeerId, Q], Awaitable[R]]
@@ -99,3 +99,30 @@ def decode_body(kind: type[Q], body: bytes) -> Q:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise ProtocolError("malformed-body", str(error)) from None
+
+
+class RequestHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The payload of OPEN. The deadline travels as what is left of it, so that clocks need not agree."""
+
+    method: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METHOD_NAME_CHARS)]
+    deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=MAX_DEADLINE_MS)]
+    body_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_BODY_BYTES)]
+
+
+class ReplyHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The payload of HEAD. `code` is empty for success; `body_bytes` is -1 for a streamed reply."""
+
+    code: Annotated[str, msgspec.Meta(max_length=40)]
+    detail: Annotated[str, msgspec.Meta(max_length=200)]
+    body_bytes: Annotated[int, msgspec.Meta(ge=-1, le=MAX_BODY_BYTES)]
+
+
+H = TypeVar("H", RequestHeader, ReplyHeader)
+
+
+def decode_header(kind: type[H], payload: bytes) -> H:
+    """A stranger's header. Raises `ProtocolError("malformed-header")`."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise ProtocolError("malformed-header", str(error)) from None

@@ -1,0 +1,442 @@
+"""A peer's one point of contact with all others: pooled connections, calls, bans, limits and counters.
+
+There is one live connection per remote, whoever dialled it; both sides call over it. When two peers dial each
+other at the same time, the connection that the smaller peer id dialled stays, and the smaller peer id is the
+only one to decide, so never both close. A task of a single remote can fail as it likes: it ends that
+connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from swarm_peer.addresses import LOOPBACK, Address, Contact, host_group
+from swarm_peer.connection import Connection, ConnectionLimits, NotOpened, Registered
+from swarm_peer.errors import (
+    Banned,
+    ConnectError,
+    ConnectTimedOut,
+    DeadlineExpired,
+    DialledSelf,
+    Disconnected,
+    PeerError,
+    ProtocolError,
+    Unreachable,
+    sanitise,
+)
+from swarm_peer.identity import Identity, PeerId, short
+from swarm_peer.mux import ByeCode
+from swarm_peer.rpc import Handler, Method, Q, R, StreamHandler, decode_body, encode_body
+from swarm_peer.transport import Channel, Transport
+
+logger = logging.getLogger("swarm_peer")
+
+_MAX_BANS = 4096
+# Two connections to the same peer that began within this time come from dialling each other at once; otherwise
+# the older one is what a crashed remote has left behind.
+_SIMULTANEOUS_S = 10.0
+_STAGGER_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointLimits:
+    """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback."""
+
+    connection: ConnectionLimits = field(default_factory=ConnectionLimits)
+    dial_deadline_s: float = 10.0
+    max_inbound: int = 512
+    max_inbound_per_host: int = 16
+    max_outbound: int = 512
+    max_connections_per_peer: int = 4
+    violation_ban_s: float = 600.0
+
+
+@dataclass(slots=True)
+class EndpointStats:
+    """Counters since the start, at the moment of reading. Bytes are those of the socket, TLS and framing
+    included. `dropped` counts everything refused or cut off, by reason."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    connections: int = 0
+    calls: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class _Dial:
+    """A dial under way, shared by all calls that wait for it."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.error: ConnectError | None = None
+
+
+class Endpoint:
+    """Implements `Caller` over a `Transport`. Calls work while `run` runs."""
+
+    def __init__(self, identity: Identity, transport: Transport, *, limits: EndpointLimits | None = None) -> None:
+        self._identity = identity
+        self._transport = transport
+        self._limits = limits or EndpointLimits()
+        self._handlers: dict[str, Registered] = {}
+        self._pool: dict[PeerId, list[Connection]] = {}  # oldest first
+        self._dials: dict[PeerId, _Dial] = {}
+        self._bans: dict[PeerId, tuple[float, str]] = {}
+        self._drops: Counter[str] = Counter()
+        self._past_sent = 0
+        self._past_received = 0
+        self._calls = 0
+        self._nursery: trio.Nursery | None = None
+        self._stopped = trio.Event()
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Our own peer id."""
+        return self._identity.peer_id
+
+    @property
+    def stats(self) -> EndpointStats:
+        """A snapshot of the counters."""
+        live = self._connections()
+        return EndpointStats(
+            bytes_sent=self._past_sent + sum(c.channel.bytes_sent for c in live),
+            bytes_received=self._past_received + sum(c.channel.bytes_received for c in live),
+            connections=len(live),
+            calls=self._calls,
+            dropped=self._drops + self._transport.drops,
+        )
+
+    def connected(self) -> list[PeerId]:
+        """The remotes to which a live connection exists."""
+        return [remote for remote in self._pool if self._usable(remote) is not None]
+
+    def handle(self, method: Method[Q, R], handler: Handler[Q, R]) -> None:
+        """Registers the one handler of a method."""
+        self._register(Registered(method, handler, None))
+
+    def handle_stream(self, method: Method[Q, bytes], handler: StreamHandler[Q]) -> None:
+        """Registers the one handler of a method whose reply is a stream of bytes, for `stream`."""
+        self._register(Registered(method, None, handler))
+
+    def _register(self, registered: Registered) -> None:
+        name = registered.method.name
+        if name in self._handlers:
+            raise ValueError(f"method {name} has a handler already")
+        self._handlers[name] = registered
+
+    # Life.
+
+    async def run(
+        self,
+        listen: Sequence[Address],
+        *,
+        task_status: trio.TaskStatus[list[Address]] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Listens (on nothing, if `listen` is empty) and keeps connections until cancelled or `aclose`d.
+
+        Starts with the list of bound addresses. Raises `AddressInUse` or `ListenError`.
+        """
+        if self._nursery is not None or self._stopped.is_set():
+            raise RuntimeError("an endpoint runs once")
+        failure: PeerError | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                try:
+                    bound: list[Address] = []
+                    if listen:
+                        bound = await nursery.start(self._transport.serve, listen, self._accept)
+                except PeerError as error:
+                    failure = error
+                    nursery.cancel_scope.cancel()
+                else:
+                    task_status.started(bound)
+                    await trio.sleep_forever()
+        finally:
+            self._nursery = None
+            self._stopped.set()
+        if failure is not None:
+            raise failure
+
+    async def aclose(self) -> None:
+        """Closes everything, telling the remotes; bounded to about two seconds."""
+        if self._nursery is not None:
+            self._nursery.cancel_scope.cancel()
+            await self._stopped.wait()
+
+    # Calls.
+
+    async def call(self, to: Contact, method: Method[Q, R], request: Q, *, deadline_s: float = 5.0) -> R:
+        """As `Caller.call`. A call is never repeated once it may have reached the remote."""
+        body = self._encode_request(method, request)
+        deadline = trio.current_time() + deadline_s
+        connection: Connection | None = None
+        with trio.move_on_at(deadline):
+            while True:
+                connection = await self._connect(to)
+                with contextlib.suppress(NotOpened):
+                    reply = await connection.call(method, body, deadline)
+                    return self._decode_reply(method, reply)
+        raise _too_late(to, method, deadline_s, is_connected=connection is not None)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, to: Contact, method: Method[Q, bytes], request: Q, *, deadline_s: float = 60.0
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """A call whose reply comes in parts: `async with endpoint.stream(...) as parts`, `async for part in parts`.
+
+        The sender is held up while the parts are not taken; `method.max_reply_bytes` bounds their sum. The
+        deadline covers all of it. Leaving the block early cancels the remote's handler. Raises as `call`.
+        """
+        body = self._encode_request(method, request)
+        deadline = trio.current_time() + deadline_s
+        connection: Connection | None = None
+        with trio.move_on_at(deadline) as scope:
+            connection = await self._connect(to)
+            async with connection.stream(method, body, deadline) as parts:
+                yield parts
+        if scope.cancelled_caught:
+            raise _too_late(to, method, deadline_s, is_connected=connection is not None)
+
+    async def identify(self, address: Address, *, deadline_s: float = 10.0) -> PeerId:
+        """Connects to an address whose peer id is not known, and returns who proved to be there.
+
+        The connection is kept for the calls that follow. Raises a subclass of `ConnectError`.
+        """
+        if self._nursery is None:
+            raise RuntimeError("the endpoint does not run")
+        channel = await self._transport.dial(address, None, deadline_s)
+        if (ban := self._ban_of(channel.remote)) is not None:
+            await channel.stream.aclose()
+            raise ban
+        connection = self._adopt(channel, is_dialer=True)
+        self._nursery.start_soon(self._supervise, connection)
+        return channel.remote
+
+    def ban(self, peer_id: PeerId, reason: str, seconds: float) -> None:
+        """Refuses all contact with a peer for a while, and ends its connections now. Counted as "banned"."""
+        now = trio.current_time()
+        self._bans[peer_id] = (now + seconds, sanitise(reason))
+        if len(self._bans) > _MAX_BANS:
+            self._bans = {who: ban for who, ban in self._bans.items() if ban[0] > now}
+            while len(self._bans) > _MAX_BANS:
+                del self._bans[next(iter(self._bans))]
+        self._drops["banned"] += 1
+        logger.info("banned peer %s for %.0f s: %s", short(peer_id), seconds, sanitise(reason))
+        for connection in list(self._pool.get(peer_id, ())):
+            connection.abort(ByeCode.BANNED, f"peer {short(peer_id)} was banned: {sanitise(reason)}")
+
+    def _encode_request(self, method: Method[Any, Any], request: object) -> bytes:
+        body = encode_body(method.request, request)
+        if len(body) > method.max_request_bytes:
+            raise ValueError(f"{method.name}: request of {len(body)} bytes, {method.max_request_bytes} allowed")
+        self._calls += 1
+        return body
+
+    def _decode_reply(self, method: Method[Q, R], reply: bytes) -> R:
+        try:
+            return decode_body(method.reply, reply)
+        except ProtocolError as error:
+            self._drops[error.reason] += 1
+            raise
+
+    # Connections.
+
+    async def _connect(self, to: Contact) -> Connection:
+        """A live connection to a peer: the pooled one, or a new one."""
+        nursery = self._nursery
+        if nursery is None:
+            raise Disconnected("this endpoint does not run")
+        remote = PeerId(to.peer_id)
+        if remote == self.peer_id:
+            raise DialledSelf(to)
+        if (ban := self._ban_of(remote)) is not None:
+            raise ban
+        if (connection := self._usable(remote)) is not None:
+            return connection
+        if not to.addresses and remote not in self._dials:
+            raise Unreachable(to, "no address of it is known")
+        dial = self._dials.get(remote)
+        if dial is None:
+            dial = self._dials[remote] = _Dial()
+            nursery.start_soon(self._dial, dial, to)
+        await dial.done.wait()
+        if (connection := self._usable(remote)) is not None:
+            return connection
+        if dial.error is not None:
+            raise copy.copy(dial.error)
+        raise Disconnected(f"the connection to {to} ended at once")
+
+    async def _dial(self, dial: _Dial, to: Contact) -> None:
+        """Runs on its own, so that a call that gives up does not spoil the dial for the others."""
+        remote = PeerId(to.peer_id)
+        try:
+            channel = await self._dial_first(to)
+            if (ban := self._ban_of(remote)) is not None:
+                await channel.stream.aclose()
+                raise ban
+            connection = self._adopt(channel, is_dialer=True)
+            assert self._nursery is not None
+            self._nursery.start_soon(self._supervise, connection)
+        except ConnectError as error:
+            dial.error = error
+        except Exception as error:
+            logger.exception("dialling %s failed", to)
+            dial.error = Unreachable(to, f"internal error: {type(error).__name__}")
+        finally:
+            dial.done.set()
+            if self._dials.get(remote) is dial:
+                del self._dials[remote]
+
+    async def _dial_first(self, to: Contact) -> Channel:
+        """Tries the addresses in order, each with a small head start (RFC 8305); the first that works wins."""
+        remote = PeerId(to.peer_id)
+        deadline_s = self._limits.dial_deadline_s
+        if len(to.addresses) == 1:
+            return await self._transport.dial(to.addresses[0], remote, deadline_s)
+        won: list[Channel] = []
+        errors: list[ConnectError] = []
+
+        async def attempt(address: Address, failed: trio.Event) -> None:
+            try:
+                channel = await self._transport.dial(address, remote, deadline_s)
+            except ConnectError as error:
+                errors.append(error)
+                failed.set()
+                return
+            won.append(channel)
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for address in to.addresses:
+                failed = trio.Event()
+                nursery.start_soon(attempt, address, failed)
+                with trio.move_on_after(_STAGGER_S):
+                    await failed.wait()
+        for channel in won[1:]:
+            await channel.stream.aclose()
+        if not won:
+            raise errors[0]
+        return won[0]
+
+    async def _accept(self, channel: Channel) -> None:
+        """The life of a connection that a remote dialled."""
+        if (code := self._reason_to_refuse(channel)) is not None:
+            connection = self._connection(channel, is_dialer=False)
+            connection.abort(code, "refused")
+            await connection.run()
+            return
+        await self._supervise(self._adopt(channel, is_dialer=False))
+
+    def _reason_to_refuse(self, channel: Channel) -> ByeCode | None:
+        if self._ban_of(channel.remote) is not None:
+            self._drops["refused-banned"] += 1
+            return ByeCode.BANNED
+        inbound = [c for c in self._connections() if not c.is_dialer]
+        group = host_group(channel.remote_address.host)
+        from_there = sum(host_group(c.channel.remote_address.host) == group for c in inbound)
+        if group != LOOPBACK and from_there >= self._limits.max_inbound_per_host:
+            self._drops["full"] += 1
+            return ByeCode.FULL
+        if len(inbound) >= self._limits.max_inbound and not self._make_room(inbound):
+            self._drops["full"] += 1
+            return ByeCode.FULL
+        return None
+
+    def _make_room(self, connections: list[Connection]) -> bool:
+        """Says goodbye to the connection that was quiet the longest; False if all are at work."""
+        quiet = [c for c in connections if c.is_quiet and c.is_usable]
+        if not quiet:
+            return False
+        min(quiet, key=lambda c: c.last_active).close(ByeCode.IDLE)
+        return True
+
+    def _connection(self, channel: Channel, *, is_dialer: bool) -> Connection:
+        return Connection(
+            channel,
+            is_dialer=is_dialer,
+            handlers=self._handlers,
+            drops=self._drops,
+            limits=self._limits.connection,
+        )
+
+    def _adopt(self, channel: Channel, *, is_dialer: bool) -> Connection:
+        """Puts a new connection in the pool and retires what it replaces."""
+        connection = self._connection(channel, is_dialer=is_dialer)
+        if is_dialer:
+            outbound = [c for c in self._connections() if c.is_dialer]
+            if len(outbound) >= self._limits.max_outbound:
+                self._make_room(outbound)
+        siblings = self._pool.setdefault(channel.remote, [])
+        siblings.append(connection)
+        if len(siblings) > self._limits.max_connections_per_peer:
+            self._drops["too-many-connections"] += 1
+            siblings[0].abort(ByeCode.DUPLICATE, "replaced by a newer connection")
+        usable = [c for c in siblings if c.is_usable]
+        if len(usable) > 1 and self.peer_id < channel.remote:
+            kept = self._preferred(usable)
+            for other in usable:
+                if other is not kept:
+                    other.close(ByeCode.DUPLICATE)
+        if (dial := self._dials.get(channel.remote)) is not None:
+            dial.done.set()  # whoever waits for our dial may as well use this one
+        return connection
+
+    async def _supervise(self, connection: Connection) -> None:
+        """Runs a connection to its end, whatever that is."""
+        channel = connection.channel
+        try:
+            end = await connection.run()
+            if isinstance(end, ProtocolError):
+                self._drops[end.reason] += 1
+                logger.warning("peer %s at %s: %s", short(channel.remote), channel.remote_address, end)
+                if self._limits.violation_ban_s > 0:
+                    self.ban(channel.remote, str(end), self._limits.violation_ban_s)
+        except Exception:
+            self._drops["crash"] += 1
+            logger.exception("the connection to %s failed", short(channel.remote))
+        finally:
+            siblings = self._pool[channel.remote]
+            siblings.remove(connection)
+            if not siblings:
+                del self._pool[channel.remote]
+            self._past_sent += channel.bytes_sent
+            self._past_received += channel.bytes_received
+
+    def _connections(self) -> list[Connection]:
+        return [connection for siblings in self._pool.values() for connection in siblings]
+
+    def _usable(self, remote: PeerId) -> Connection | None:
+        usable = [c for c in self._pool.get(remote, ()) if c.is_usable]
+        return self._preferred(usable) if usable else None
+
+    def _preferred(self, usable: list[Connection]) -> Connection:
+        """Of several connections to one remote, the one to keep. Both ends come to the same answer."""
+        newest = usable[-1]
+        recent = [c for c in usable if newest.since - c.since < _SIMULTANEOUS_S]
+        of_smaller = [c for c in recent if c.is_dialer == (self.peer_id < c.channel.remote)]
+        return (of_smaller or recent)[-1]
+
+    def _ban_of(self, remote: PeerId) -> Banned | None:
+        ban = self._bans.get(remote)
+        if ban is None:
+            return None
+        until, reason = ban
+        if trio.current_time() >= until:
+            del self._bans[remote]
+            return None
+        return Banned(short(remote), reason)
+
+
+def _too_late(to: Contact, method: Method[Any, Any], deadline_s: float, *, is_connected: bool) -> PeerError:
+    if not is_connected:
+        return ConnectTimedOut(to, f"no connection within {deadline_s:.1f} s")
+    return DeadlineExpired(f"{method.name}: peer {to} did not answer within {deadline_s:.1f} s")

@@ -1,0 +1,380 @@
+"""The in-memory twin of the TCP transport, for tests and virtual swarms.
+
+It carries real bytes between real endpoints in one process, with injected delay, bandwidth, failed dials,
+crashes and partitions, all from one seed. It uses only trio's clock, so that under
+`trio.testing.MockClock(autojump_threshold=0)` hours pass in seconds. There is no TLS: the network vouches for
+identities. A partition behaves as it does for TCP: bytes wait and arrive when it heals, if anybody still waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import trio
+
+from swarm_peer.addresses import Address
+from swarm_peer.errors import (
+    AddressInUse,
+    ConnectionRefused,
+    ConnectTimedOut,
+    DialledSelf,
+    Unreachable,
+    WrongIdentity,
+)
+from swarm_peer.identity import Identity, PeerId
+from swarm_peer.transport import Channel
+
+logger = logging.getLogger("swarm_peer")
+
+_MAX_QUEUED_BYTES = 4 * 1024 * 1024  # like a socket's buffers and the path between them
+_FIRST_PORT = 20000
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How bytes travel from one host to another. `dial_loss` is the share of dials that get no answer."""
+
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    dial_loss: float = 0.0
+    bandwidth_bytes_per_s: float | None = None
+
+
+class MemoryNetwork:
+    """A virtual internet of hosts, which are strings. `link_of(source, target)` may give links of their own."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        link: Link | None = None,
+        link_of: Callable[[str, str], Link] | None = None,
+    ) -> None:
+        default = link or Link()
+        self._link_of = link_of or (lambda source, target: default)
+        self._rng = random.Random(seed)
+        self._hosts: dict[str, None] = {}
+        self._listeners: dict[Address, _Listener] = {}
+        self._pipes: dict[_Pipe, None] = {}
+        self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
+        self._silent: set[str] = set()
+        self._crashed: set[str] = set()
+        self._next_port = _FIRST_PORT
+
+    def transport(self, identity: Identity, host: str = "10.0.0.1") -> MemoryTransport:
+        """The transport of one peer on `host`. A host that had crashed is up again."""
+        self.restart(host)
+        return MemoryTransport(self, identity, host)
+
+    def partition(self, side_a: Iterable[str], side_b: Iterable[str]) -> None:
+        """Nothing passes between the two sets of hosts until `heal`."""
+        self._cuts.append((frozenset(side_a), frozenset(side_b)))
+
+    def heal(self) -> None:
+        """Ends all partitions; what waited arrives now."""
+        self._cuts.clear()
+        self._wake_all()
+
+    def crash(self, host: str, *, silent: bool = False) -> None:
+        """The host's processes die and its kernel resets their connections; `silent`: it just falls silent."""
+        if silent:
+            self._silent.add(host)
+            return
+        self._crashed.add(host)
+        for address in [address for address in self._listeners if address.host == host]:
+            del self._listeners[address]
+        for pipe in [pipe for pipe in self._pipes if host in (pipe.source, pipe.target)]:
+            pipe.break_off()
+
+    def restart(self, host: str) -> None:
+        """The host is up again: at once after a silent crash, else ready for a new peer."""
+        self._hosts[host] = None
+        self._crashed.discard(host)
+        if host in self._silent:
+            self._silent.discard(host)
+            self._wake_all()
+
+    def is_cut(self, source: str, target: str) -> bool:
+        """Whether bytes from `source` to `target` wait."""
+        if self._silent and (source in self._silent or target in self._silent):
+            return True
+        return any((source in a and target in b) or (source in b and target in a) for a, b in self._cuts)
+
+    def _wake_all(self) -> None:
+        for pipe in self._pipes:
+            pipe.changed()
+
+    async def _dial(self, transport: MemoryTransport, address: Address) -> tuple[PeerId, _Channel]:
+        here, there = transport.host, address.host
+        link = self._link_of(here, there)
+        lost = self._rng.random() < link.dial_loss
+        # TCP and TLS 1.3 take a round trip each.
+        await trio.sleep(4 * link.latency_s)
+        if here in self._crashed or there not in self._hosts:
+            raise Unreachable(address, "no such host" if here not in self._crashed else "this host is down")
+        if lost or self.is_cut(here, there):
+            await trio.sleep_forever()
+        listener = self._listeners.get(address)
+        if listener is None:
+            raise ConnectionRefused(address)
+        self._next_port += 1
+        our_address = Address(here, self._next_port)
+        forth = _Pipe(self, here, there, link)
+        back = _Pipe(self, there, here, self._link_of(there, here))
+        theirs = listener.transport.identity.peer_id
+        ours = transport.identity.peer_id
+        if ours != theirs:
+            listener.accept(_Channel(MemoryStream(forth, back), ours, our_address))
+        return theirs, _Channel(MemoryStream(back, forth), theirs, address)
+
+
+class MemoryTransport:
+    """One peer's access to a `MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, identity: Identity, host: str) -> None:
+        self.drops: Counter[str] = Counter()
+        self.identity = identity
+        self.host = host
+        self._network = network
+
+    async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
+        """As `TlsTransport.dial`."""
+        with trio.move_on_after(deadline_s):
+            remote, channel = await self._network._dial(self, address)
+            if remote == self.identity.peer_id:
+                raise DialledSelf(address)
+            if expected is not None and remote != expected:
+                await channel.stream.aclose()
+                raise WrongIdentity(address, expected, remote)
+            return channel
+        raise ConnectTimedOut(address, f"no connection within {deadline_s:.1f} s")
+
+    async def serve(
+        self,
+        addresses: Sequence[Address],
+        on_channel: Callable[[Channel], Awaitable[None]],
+        *,
+        task_status: trio.TaskStatus[list[Address]] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """As `TlsTransport.serve`. Whatever host is named, it listens on its own."""
+        listeners = self._network._listeners
+        bound: list[Address] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                listener = _Listener(self, on_channel, nursery)
+                taken = self._bind(addresses, listener, bound)
+                if taken is None:
+                    task_status.started(bound)
+                    await trio.sleep_forever()
+            assert taken is not None
+            raise AddressInUse(taken, taken.port)
+        finally:
+            for address in bound:
+                if listeners.get(address) is listener:
+                    del listeners[address]
+
+    def _bind(self, addresses: Sequence[Address], listener: _Listener, bound: list[Address]) -> Address | None:
+        """Fills `bound`. Returns the address that another peer has, if any."""
+        listeners = self._network._listeners
+        for wanted in addresses:
+            address = Address(self.host, wanted.port or self._free_port())
+            if address in listeners:
+                return address
+            listeners[address] = listener
+            bound.append(address)
+        return None
+
+    def _free_port(self) -> int:
+        port = _FIRST_PORT
+        while Address(self.host, port) in self._network._listeners:
+            port += 1
+        return port
+
+
+class _Listener:
+    def __init__(
+        self,
+        transport: MemoryTransport,
+        on_channel: Callable[[Channel], Awaitable[None]],
+        nursery: trio.Nursery,
+    ) -> None:
+        self.transport = transport
+        self._on_channel = on_channel
+        self._nursery = nursery
+
+    def accept(self, channel: _Channel) -> None:
+        self._nursery.start_soon(self._serve_one, channel)
+
+    async def _serve_one(self, channel: _Channel) -> None:
+        try:
+            await self._on_channel(channel)
+        except Exception:
+            self.transport.drops["crash"] += 1
+            logger.exception("an incoming connection failed")
+        finally:
+            channel.stream.close()
+
+
+class _Channel:
+    def __init__(self, stream: MemoryStream, remote: PeerId, remote_address: Address) -> None:
+        self.stream = stream
+        self.remote = remote
+        self.remote_address = remote_address
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.stream.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self.stream.bytes_received
+
+
+class MemoryStream:
+    """One end of a connection."""
+
+    def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._is_closed = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Queues the bytes; waits only while the far end reads too slowly."""
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        await self._outgoing.put(bytes(data))
+        self.bytes_sent += len(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Waits until the link has taken what was sent before."""
+        await self._outgoing.wait_free()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Bytes that have arrived; b"" when the far end has closed."""
+        if self._is_closed:
+            raise trio.ClosedResourceError
+        data = await self._incoming.get(max_bytes)
+        self.bytes_received += len(data)
+        return data
+
+    async def aclose(self) -> None:
+        """Closes at once."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        """As `aclose`, where nothing may wait."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._outgoing.end()
+            self._incoming.stop_reading()
+
+
+class _Pipe:
+    """One direction of a connection."""
+
+    def __init__(self, network: MemoryNetwork, source: str, target: str, link: Link) -> None:
+        self.source = source
+        self.target = target
+        self._network = network
+        self._link = link
+        self._queue: deque[tuple[float, bytes]] = deque()  # arrival time, bytes; b"" is the end
+        self._queued_bytes = 0
+        self._free_at = 0.0
+        self._last_arrival = 0.0
+        self._has_ended = False
+        self._is_broken = False
+        self._nobody_reads = False
+        self._change = trio.Event()
+        network._pipes[self] = None
+
+    def changed(self) -> None:
+        self._change.set()
+        self._change = trio.Event()
+
+    def break_off(self) -> None:
+        self._is_broken = True
+        self._queue.clear()
+        self._forget()
+
+    def end(self) -> None:
+        if not self._is_broken:
+            self._has_ended = True
+            self._push(b"")
+
+    def stop_reading(self) -> None:
+        self._nobody_reads = True
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._network._pipes.pop(self, None)
+        self.changed()
+
+    def _push(self, data: bytes) -> None:
+        now = trio.current_time()
+        if self._link.bandwidth_bytes_per_s is not None:
+            self._free_at = max(now, self._free_at) + len(data) / self._link.bandwidth_bytes_per_s
+        else:
+            self._free_at = now
+        delay_s = self._link.latency_s
+        if self._link.jitter_s:
+            delay_s += self._network._rng.random() * self._link.jitter_s
+        self._last_arrival = max(self._last_arrival, self._free_at + delay_s)
+        self._queue.append((self._last_arrival, data))
+        self._queued_bytes += len(data)
+        self.changed()
+
+    async def put(self, data: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        while True:
+            if self._is_broken or (self._nobody_reads and not self._network.is_cut(self.source, self.target)):
+                raise trio.BrokenResourceError("the far end is gone")
+            if self._has_ended:
+                raise trio.ClosedResourceError
+            if self._queued_bytes < _MAX_QUEUED_BYTES:
+                self._push(data)
+                return
+            await self._change.wait()
+
+    async def wait_free(self) -> None:
+        await trio.lowlevel.checkpoint()
+        while trio.current_time() < self._free_at and not self._is_broken:
+            with trio.move_on_at(self._free_at):
+                await self._change.wait()
+        while self._queued_bytes >= _MAX_QUEUED_BYTES and not self._is_broken:
+            await self._change.wait()
+
+    async def get(self, max_bytes: int | None) -> bytes:
+        await trio.lowlevel.checkpoint()
+        while True:
+            if self._is_broken:
+                raise trio.BrokenResourceError("the connection was reset")
+            if self._nobody_reads:
+                raise trio.ClosedResourceError
+            if not self._queue or self._network.is_cut(self.source, self.target):
+                await self._change.wait()
+                continue
+            arrival, data = self._queue[0]
+            if arrival > trio.current_time():
+                with trio.move_on_at(arrival):
+                    await self._change.wait()
+                continue
+            if not data:
+                return b""
+            self._queue.popleft()
+            if max_bytes is not None and len(data) > max_bytes:
+                self._queue.appendleft((arrival, data[max_bytes:]))
+                data = data[:max_bytes]
+            was_full = self._queued_bytes >= _MAX_QUEUED_BYTES
+            self._queued_bytes -= len(data)
+            if was_full:
+                self.changed()
+            return data
