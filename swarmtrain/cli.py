@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import logging.handlers
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -93,6 +94,7 @@ def run(action: Callable[[], object]) -> int:
     unexpected exception gives one line that names the log file, which gets the traceback.
     """
     _warn_of_unknown_variables()
+    logging.getLogger().addHandler(logging.NullHandler())  # else tracebacks go to stderr before a log is open
     try:
         result = action()
     except click.ClickException as error:
@@ -130,15 +132,13 @@ def _report(error: BaseException) -> int:
 
 
 def _translate(error: BaseException) -> UserError | None:
-    """Returns the user's error for what the packages below raise, looking into exception groups, else None.
+    """Returns the user's error for what other packages raise, looking into exception groups, else None.
 
-    Looks the types up in the loaded modules: what was never imported was not raised either.
+    Finds the peer package's types among the loaded modules: if it was never imported, it raised nothing.
     """
     if isinstance(error, BaseExceptionGroup):
         return next(filter(None, map(_translate, error.exceptions)), None)
-    peer, documents = sys.modules.get("swarm_peer.errors"), sys.modules.get("swarmtrain.documents")
-    if documents is not None and isinstance(error, documents.DataError):
-        return UserError(str(error))
+    peer = sys.modules.get("swarm_peer.errors")
     if peer is not None and isinstance(error, peer.PeerError):
         codes = (
             (peer.AddressInUse, ExitCode.PORT_BUSY),
@@ -160,7 +160,7 @@ def _say(message: str, code: ExitCode) -> int:
 
 def _log_file() -> str | None:
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.FileHandler):
+        if isinstance(handler, logging.handlers.RotatingFileHandler):
             return handler.baseFilename
     return None
 

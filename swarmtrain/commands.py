@@ -259,7 +259,7 @@ def join(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
 Examples:
   swarmtrain monitor 'swarm://…'
   swarmtrain monitor --run-id my-run --peer train.example.org:7766
-  swarmtrain monitor --run-id my-run --peer train.example.org:7766 --once --json""",
+  swarmtrain monitor 'swarm://…' --once --json""",
 )
 @_finds_a_run
 @click.option("--once", is_flag=True, help="Print one view and exit.")

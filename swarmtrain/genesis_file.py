@@ -30,7 +30,7 @@ def encode_genesis(state: State) -> bytes:
     tensors = {}
     for name, array in state.items():
         stored = fp32_to_bf16(array) if is_bf16 else np.ascontiguousarray(array, dtype="<f4")
-        tensors[name] = RawTensor("BF16" if is_bf16 else "F32", array.shape, memoryview(stored).cast("B"))
+        tensors[name] = RawTensor("BF16" if is_bf16 else "F32", array.shape, stored.data.cast("B"))
     return b"".join(encode_tensors(tensors))
 
 
