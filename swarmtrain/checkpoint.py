@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def save_checkpoint(directory: Path, tensors: Mapping[str, Tensor], meta: Mappin
         envelope = {"format": FORMAT_VERSION, "tensors_blake3": digest.hexdigest(), "meta": meta}
         write_durably(json_path, [json.dumps(envelope, indent=1, allow_nan=False).encode() + b"\n"])
     except OSError as error:
-        data_path.unlink(missing_ok=True)
+        with suppress(OSError):
+            data_path.unlink()
         raise CheckpointError(f"{directory}: cannot write the checkpoint: {_reason(error)}") from error
     _remove_old(directory, keep)
     return json_path
