@@ -6,7 +6,7 @@
 
 from swarm_compression.container import Codec, PatchInfo, describe
 from swarm_compression.dense import decode_dense, encode_dense, stream_dense
-from swarm_compression.digest import layout_hash, state_hash
+from swarm_compression.digest import Digest, digest_state, layout_hash, state_hash
 from swarm_compression.errors import (
     CodecError,
     CorruptPatch,
@@ -25,6 +25,7 @@ __all__ = [
     "Codec",
     "CodecError",
     "CorruptPatch",
+    "Digest",
     "Layout",
     "LayoutMismatch",
     "Level",
@@ -39,6 +40,7 @@ __all__ = [
     "count_visible",
     "decode_dense",
     "describe",
+    "digest_state",
     "encode_dense",
     "encode_patch",
     "estimate_patch_size",

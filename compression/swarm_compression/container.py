@@ -113,7 +113,7 @@ class Table:
         return [index for index, action in enumerate(self.actions) if action is Action.CODED]
 
     def encode(self) -> bytes:
-        parts = [stream(np.array(self.actions, np.uint8), 3)]
+        parts = [stream(np.array(self.actions, np.uint8))]
         parts += [varint(self.same_as[index]) for index in sorted(self.same_as)]
         parts += [self.checks[index] for index in sorted(self.checks)]
         return b"".join(parts)

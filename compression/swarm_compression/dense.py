@@ -18,7 +18,7 @@ from swarm_compression.container import (
     read_table,
     write_section,
 )
-from swarm_compression.digest import combine_hashes, tensor_hash
+from swarm_compression.digest import Digest, digest_state
 from swarm_compression.errors import CorruptPatch
 from swarm_compression.limits import DEFAULT_LIMITS, Limits
 from swarm_compression.patch import SECTION_SYMBOLS, apply_sections, make_table, verify_result
@@ -29,19 +29,19 @@ from swarm_compression.tensors import Bits, DType, Layout, State, check_same_ten
 from swarm_compression.wire import Reader
 
 
-def encode_dense(state: State, *, layout: Layout | None = None) -> bytes:
+def encode_dense(state: State, *, layout: Layout | None = None, digest: Digest | None = None) -> bytes:
     """Encode `state` on its own, without loss: BF16 weights take about two thirds of their size."""
-    return b"".join(stream_dense(state, layout=layout))
+    return b"".join(stream_dense(state, layout=layout, digest=digest))
 
 
-def stream_dense(state: State, *, layout: Layout | None = None) -> Iterator[bytes]:
+def stream_dense(state: State, *, layout: Layout | None = None, digest: Digest | None = None) -> Iterator[bytes]:
     """Yield the bytes of `encode_dense` piece by piece; the state must stay unchanged meanwhile."""
     layout = layout or Layout.of(state)
     check_same_tensors(state, layout)
     bits = [flat_bits(state, spec) for spec in layout]
-    hashes = list(map(tensor_hash, bits))
-    table = make_table(layout, hashes, [None] * len(layout))
-    header = Header(Codec.DENSE, len(layout), layout.size_bytes, layout_tag(layout), combine_hashes(layout, hashes))
+    digest = digest or digest_state(state, layout)
+    table = make_table(layout, digest.tensor_hashes, [None] * len(layout))
+    header = Header(Codec.DENSE, len(layout), layout.size_bytes, layout_tag(layout), digest.state_hash)
     yield header.encode() + table.encode()
     kind: DType | None = None
     parts: list[Bits] = []
@@ -61,7 +61,7 @@ def stream_dense(state: State, *, layout: Layout | None = None) -> Iterator[byte
 
 def _write_dense_section(parts: list[Bits], kind: DType) -> bytes:
     values = np.concatenate(parts)
-    return write_section(Kind.PLANES, values.size, values.size, write_planes(split_float(values, kind), 1))
+    return write_section(Kind.PLANES, values.size, values.size, write_planes(split_float(values, kind)))
 
 
 def decode_dense(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from blake3 import blake3
@@ -30,13 +31,31 @@ def layout_hash(layout: Layout) -> bytes:
     return blake3(b"swarm-layout-1" + b"".join(map(describe_spec, layout))).digest()
 
 
-def combine_hashes(layout: Layout, hashes: Sequence[bytes]) -> bytes:
-    """Return the state hash, given the tensor hashes in the layout's order."""
-    whole = blake3(STATE_DOMAIN)
-    for spec, digest in zip(layout, hashes, strict=True):
-        whole.update(describe_spec(spec))
-        whole.update(digest)
-    return whole.digest()
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The hashes of one state: per tensor in the layout's order, and of the whole.
+
+    Whoever keeps a state can keep its digest and save the next encoder or decoder one pass over it.
+    """
+
+    tensor_hashes: tuple[bytes, ...]
+    state_hash: bytes
+
+    @classmethod
+    def combine(cls, layout: Layout, tensor_hashes: Iterable[bytes]) -> Digest:
+        """Make the state hash of the tensor hashes."""
+        hashes = tuple(tensor_hashes)
+        whole = blake3(STATE_DOMAIN)
+        for spec, digest in zip(layout, hashes, strict=True):
+            whole.update(describe_spec(spec))
+            whole.update(digest)
+        return cls(hashes, whole.digest())
+
+
+def digest_state(state: State, layout: Layout | None = None) -> Digest:
+    """Hash every tensor of `state`. Raises LayoutMismatch if `layout` is given and does not fit."""
+    layout = layout or Layout.of(state)
+    return Digest.combine(layout, (tensor_hash(flat_bits(state, spec)) for spec in layout))
 
 
 def state_hash(state: State, layout: Layout | None = None) -> bytes:
@@ -44,5 +63,4 @@ def state_hash(state: State, layout: Layout | None = None) -> bytes:
 
     Raises LayoutMismatch if `layout` is given and does not fit.
     """
-    layout = layout or Layout.of(state)
-    return combine_hashes(layout, [tensor_hash(flat_bits(state, spec)) for spec in layout])
+    return digest_state(state, layout).state_hash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -21,16 +22,16 @@ from swarm_compression.container import (
     read_sections,
     read_table,
 )
-from swarm_compression.digest import combine_hashes, tensor_hash
+from swarm_compression.digest import Digest, digest_state, tensor_hash
 from swarm_compression.errors import CorruptPatch, WrongBase
 from swarm_compression.limits import DEFAULT_LIMITS, Limits
 from swarm_compression.spans import Cursor, slices
-from swarm_compression.sparse import Pending, apply_section, changed_positions, write_patch_section
+from swarm_compression.sparse import Effort, Pending, apply_section, compare, write_patch_section
 from swarm_compression.tensors import Bits, Layout, State, check_same_tensors, flat_bits
 from swarm_compression.wire import Reader
 
 Level = Literal["fast", "default", "best"]
-ZSTD_LEVELS: dict[str, int] = {"fast": 1, "default": 1, "best": 9}
+EFFORTS = {"fast": Effort(1), "default": Effort(8), "best": Effort(24)}
 # A section is closed when it holds this many coded symbols or elements: large enough that the tables of the
 # entropy coder weigh nothing, small enough that the working memory does too.
 SECTION_SYMBOLS = 1 << 19
@@ -46,6 +47,8 @@ def encode_patch(
     level: Level = "default",
     layout: Layout | None = None,
     absolute: bool = False,
+    new_digest: Digest | None = None,
+    base_digest: Digest | None = None,
 ) -> bytes:
     """Encode the difference that turns `base` into `new`, without loss.
 
@@ -63,6 +66,8 @@ def stream_patch(
     level: Level = "default",
     layout: Layout | None = None,
     absolute: bool = False,
+    new_digest: Digest | None = None,
+    base_digest: Digest | None = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of `encode_patch` piece by piece; both states must stay unchanged meanwhile."""
     layout = layout or Layout.of(new)
@@ -70,37 +75,36 @@ def stream_patch(
     check_same_tensors(base, layout)
     new_bits = [flat_bits(new, spec) for spec in layout]
     base_bits = [flat_bits(base, spec) for spec in layout]
-    new_hashes, base_hashes = list(map(tensor_hash, new_bits)), list(map(tensor_hash, base_bits))
-    table = make_table(layout, new_hashes, base_hashes)
+    new_digest = new_digest or digest_state(new, layout)
+    base_digest = base_digest or digest_state(base, layout)
+    table = make_table(layout, new_digest.tensor_hashes, base_digest.tensor_hashes)
     header = Header(
         Codec.PATCH,
         len(layout),
         layout.size_bytes,
         layout_tag(layout),
-        combine_hashes(layout, new_hashes),
-        combine_hashes(layout, base_hashes),
+        new_digest.state_hash,
+        base_digest.state_hash,
         Flag.IDEMPOTENT if absolute else Flag.NONE,
     )
     yield header.encode() + table.encode()
-    zstd_level = ZSTD_LEVELS[level]
+    effort = dataclasses.replace(EFFORTS[level], absolute=absolute)
     pending: Pending | None = None
     for span in slices(layout, table.coded):
-        kind = layout[span.tensor].kind
-        new_part = new_bits[span.tensor][span.start : span.stop]
-        base_part = base_bits[span.tensor][span.start : span.stop]
-        found = changed_positions(new_part, base_part)
+        kind, part = layout[span.tensor].kind, slice(span.start, span.stop)
+        piece = compare(new_bits[span.tensor][part], base_bits[span.tensor][part])
         if pending and (
             pending.kind is not kind
-            or (min(pending.elements, span.elements) >= MIN_SECTION and not pending.suits(span.elements, found.size))
             or pending.symbols >= SECTION_SYMBOLS
             or pending.elements + span.elements > SECTION_ELEMENTS
+            or (min(pending.elements, span.elements) >= MIN_SECTION and not pending.suits(piece))
         ):
-            yield write_patch_section(pending, absolute=absolute, level=zstd_level)
+            yield write_patch_section(pending, effort)
             pending = None
         pending = pending or Pending(kind)
-        pending.add(new_part, base_part, found)
+        pending.add(piece)
     if pending:
-        yield write_patch_section(pending, absolute=absolute, level=zstd_level)
+        yield write_patch_section(pending, effort)
     yield b"\0"
 
 
@@ -128,6 +132,7 @@ def apply_patch(
     base: State,
     *,
     layout: Layout | None = None,
+    base_digest: Digest | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> dict[str, NDArray[Any]]:
     """Return the state that `patch` makes of `base`, which is left as it is.
@@ -144,8 +149,8 @@ def apply_patch(
     layout = layout or Layout.of(base)
     check_same_tensors(base, layout)
     expect_layout(header, table, layout)
-    base_hashes = [tensor_hash(flat_bits(base, spec)) for spec in layout]
-    found = combine_hashes(layout, base_hashes)
+    base_digest = base_digest or digest_state(base, layout)
+    found = base_digest.state_hash
     idempotent = bool(header.flags & Flag.IDEMPOTENT)
     if found not in (header.base_hash, header.result_hash) and not idempotent:
         raise WrongBase(header.base_hash, found)
@@ -155,7 +160,7 @@ def apply_patch(
     targets = [flat_bits(result, spec) for spec in layout]
     apply_sections(reader, layout, table, targets, limits)
     try:
-        verify_result(header, layout, table, targets, base_hashes)
+        verify_result(header, layout, table, targets, base_digest.tensor_hashes)
     except CorruptPatch:
         if found != header.base_hash:
             raise WrongBase(header.base_hash, found) from None
@@ -186,5 +191,5 @@ def verify_result(
             raise CorruptPatch(f"tensor {layout[index].name!r} comes out wrong")
     for index, target in table.same_as.items():
         hashes[index] = hashes[target]
-    if combine_hashes(layout, hashes) != header.result_hash:
+    if Digest.combine(layout, hashes).state_hash != header.result_hash:
         raise CorruptPatch("the result has another hash than stated")

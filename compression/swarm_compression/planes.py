@@ -13,19 +13,23 @@ from swarm_compression.wire import Reader, stream
 Bytes = NDArray[np.uint8]
 
 
-def write_planes(values: NDArray[np.unsignedinteger[Any]], level: int) -> bytes:
+def write_planes(values: NDArray[np.unsignedinteger[Any]]) -> bytes:
     """Encode `values` as one stream per byte, lowest byte first. Planes of zeros cost a few bytes."""
     width = values.dtype.itemsize
-    columns = np.ascontiguousarray(values).view(np.uint8).reshape(-1, width)
-    return b"".join(stream(columns[:, k], level) for k in range(width))
+    if width == 1:
+        return stream(values.view(np.uint8))
+    shifts = (values.dtype.type(8 * k) for k in range(width))
+    return b"".join(stream((values >> shift).astype(np.uint8)) for shift in shifts)
 
 
 def read_planes(reader: Reader, count: int, dtype: np.dtype[Any]) -> NDArray[np.unsignedinteger[Any]]:
     """Invert `write_planes`."""
-    columns = np.empty((count, dtype.itemsize), np.uint8)
-    for k in range(dtype.itemsize):
-        columns[:, k] = reader.stream(count)
-    return columns.reshape(-1).view(dtype)
+    values = reader.stream(count).astype(dtype)
+    for k in range(1, dtype.itemsize):
+        plane = reader.stream(count).astype(dtype)
+        plane <<= dtype.type(8 * k)
+        values |= plane
+    return values
 
 
 def split_float(bits: Bits, kind: DType) -> Bits:

@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm_compression.errors import CorruptPatch
+from swarm_compression.planes import read_planes, write_planes
+from swarm_compression.wire import Reader, varint
 
 _ESCAPES = {1: 255, 2: 65535}
 
@@ -20,6 +22,22 @@ _ESCAPES = {1: 255, 2: 65535}
 def gap_width(count: int, population: int) -> int:
     """Return the cheaper symbol width in bytes for `count` positions among `population` places."""
     return 1 if count * 280 >= population else 2
+
+
+def write_gaps(positions: NDArray[np.int64], population: int) -> bytes:
+    """Encode ascending `positions` below `population`: symbol width, number of symbols, planes."""
+    width = gap_width(positions.size, population)
+    symbols = encode_gaps(positions, width)
+    return bytes([width]) + varint(symbols.size) + write_planes(symbols)
+
+
+def read_gaps(reader: Reader, count: int, population: int) -> NDArray[np.int64]:
+    """Invert `write_gaps`; raise CorruptPatch unless `count` positions below `population` come out."""
+    width = reader.byte()
+    if width not in _ESCAPES:
+        raise CorruptPatch("unknown width of gap symbols")
+    symbols = reader.varint(max_symbols(count, population, width))
+    return decode_gaps(read_planes(reader, symbols, np.dtype(f"<u{width}")), count, population)
 
 
 def max_symbols(count: int, population: int, width: int) -> int:
@@ -30,22 +48,25 @@ def max_symbols(count: int, population: int, width: int) -> int:
 def encode_gaps(positions: NDArray[np.integer[Any]], width: int) -> NDArray[np.unsignedinteger[Any]]:
     """Turn ascending positions into gap symbols of `width` bytes."""
     escape = _ESCAPES[width]
-    gaps = np.diff(positions.astype(np.int64, copy=False), prepend=-1)
-    gaps -= 1
-    dtype = np.dtype(f"<u{width}")
-    if not gaps.size or int(gaps.max()) < escape:
-        return gaps.astype(dtype)
-    skips, rest = np.divmod(gaps, escape)
-    symbols = np.full(gaps.size + int(skips.sum()), escape, dtype)
-    ends = np.cumsum(skips + 1) - 1
-    symbols[ends] = rest
-    return symbols
+    if not positions.size:
+        return np.empty(0, np.dtype(f"<u{width}"))
+    gaps = np.empty(positions.size, np.int64)
+    gaps[0] = positions[0]
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    wide = np.flatnonzero(gaps >= escape)
+    skips, rest = np.divmod(gaps.take(wide), escape)
+    gaps[wide] = rest
+    # Escapes go in before the symbol that they belong to.
+    return np.insert(gaps.astype(np.dtype(f"<u{width}")), np.repeat(wide, skips), escape)
 
 
 def decode_gaps(symbols: NDArray[np.unsignedinteger[Any]], count: int, population: int) -> NDArray[np.int64]:
     """Invert `encode_gaps`; raise CorruptPatch unless exactly `count` positions below `population` come out."""
     escape = _ESCAPES[symbols.dtype.itemsize]
     is_position = symbols != escape
+    if count == 0 and symbols.size == 0:
+        return np.empty(0, np.int64)
     if symbols.size == 0 or not is_position[-1]:
         raise CorruptPatch("positions end in a skip")
     ends = np.cumsum(symbols, dtype=np.int64)

@@ -1,31 +1,36 @@
 """Sections of a patch: which elements changed, and by how much or to what.
 
-Three kinds. SPARSE holds positions and steps (or absolute values, which can be applied twice), STEPS a step
-for every element, PLANES every new value. The encoder takes the smallest by a quick estimate.
+Four kinds. SPARSE holds positions and steps (or absolute values, which can be applied twice), CLASSED the
+same per class of old values (see `contexts`), STEPS a step for every element, PLANES every new value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm_compression.classed import apply_classed, write_classed
 from swarm_compression.container import Section, write_section
+from swarm_compression.contexts import Positions, choose_thresholds, context_histogram
 from swarm_compression.errors import CorruptPatch, LimitExceeded
 from swarm_compression.limits import Limits
 from swarm_compression.planes import join_float, read_planes, split_float, write_planes
-from swarm_compression.positions import decode_gaps, encode_gaps, gap_width, max_symbols
-from swarm_compression.spans import Span
+from swarm_compression.positions import read_gaps, write_gaps
+from swarm_compression.spans import SLICE_ELEMENTS, Span
 from swarm_compression.steps import apply_steps, read_steps, steps_between, unzigzag, write_steps, zigzag
 from swarm_compression.tensors import Bits, DType
-from swarm_compression.wire import Reader, varint
+from swarm_compression.wire import Reader
 
 # Above this share of changed elements a step for every element is the smaller form.
 DENSE_SHARE = 0.45
 STEP_VALUES = 0
 ABSOLUTE_VALUES = 1
+# Sections with fewer changes than this gain less from classes than their tables cost.
+_MIN_CLASSED = 1024
 
 
 class Kind(IntEnum):
@@ -34,22 +39,46 @@ class Kind(IntEnum):
     SPARSE = 1
     STEPS = 2
     PLANES = 3
+    CLASSED = 4
 
 
-def changed_positions(new: Bits, base: Bits) -> NDArray[np.int64]:
-    """Return the ascending positions at which the bit patterns differ."""
-    per_word = 8 // new.dtype.itemsize
-    whole = new.size // per_word * per_word
-    if per_word == 1 or whole < 64 or new.ctypes.data % 8 or base.ctypes.data % 8:
-        return np.flatnonzero(new != base)
-    # Compare eight bytes at a time; look closer only where a word differs.
-    words = np.flatnonzero(new[:whole].view(np.uint64) != base[:whole].view(np.uint64))
-    if words.size * 4 > whole // per_word:
-        return np.flatnonzero(new != base)
-    tail = np.flatnonzero(new[whole:] != base[whole:]) + whole
-    candidates = (words[:, None] * per_word + np.arange(per_word)).reshape(-1)
-    hits = candidates[new[candidates] != base[candidates]]
-    return np.concatenate((hits, tail)) if tail.size else hits
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a level spends: the most classes of old values, and whether values are absolute."""
+
+    classes: int
+    absolute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One slice of both states, with the positions (within the slice) that differ and the bits found there."""
+
+    new: Bits
+    base: Bits
+    positions: Positions
+    new_changed: Bits
+    base_changed: Bits
+
+
+def compare(new: Bits, base: Bits) -> Piece:
+    """Find what differs between two slices. Bit patterns are compared, never values."""
+    positions = np.flatnonzero(new != base)
+    return Piece(new, base, positions, new.take(positions), base.take(positions))
+
+
+def join(pieces: list[Piece]) -> Piece:
+    """Lay slices end to end."""
+    if len(pieces) == 1:
+        return pieces[0]
+    starts = np.cumsum([0] + [piece.new.size for piece in pieces[:-1]])
+    return Piece(
+        np.concatenate([piece.new for piece in pieces]),
+        np.concatenate([piece.base for piece in pieces]),
+        np.concatenate([piece.positions + start for piece, start in zip(pieces, starts, strict=True)]),
+        np.concatenate([piece.new_changed for piece in pieces]),
+        np.concatenate([piece.base_changed for piece in pieces]),
+    )
 
 
 @dataclass(slots=True)
@@ -59,74 +88,100 @@ class Pending:
     kind: DType
     elements: int = 0
     visible: int = 0
-    positions: list[NDArray[np.int64]] = field(default_factory=list)
-    new: list[Bits] = field(default_factory=list)
-    base: list[Bits] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
-    def suits(self, elements: int, visible: int) -> bool:
-        """Say whether a slice with so many changes belongs in this section: not if one is dense, one sparse."""
-        return (visible > DENSE_SHARE * elements) == (self.visible > DENSE_SHARE * self.elements)
+    def suits(self, piece: Piece) -> bool:
+        """Say whether a slice belongs in this section: not if one is dense and the other sparse."""
+        is_dense = piece.positions.size > DENSE_SHARE * piece.new.size
+        return is_dense == (self.visible > DENSE_SHARE * self.elements)
 
-    def add(self, new: Bits, base: Bits, found: NDArray[np.int64]) -> None:
-        """Append one slice of both states and the positions at which they differ."""
-        self.positions.append(found + self.elements)
-        self.new.append(new)
-        self.base.append(base)
-        self.elements += new.size
-        self.visible += found.size
+    def add(self, piece: Piece) -> None:
+        """Append one slice."""
+        self.pieces.append(piece)
+        self.elements += piece.new.size
+        self.visible += piece.positions.size
 
     @property
     def symbols(self) -> int:
         return self.elements if self.visible > DENSE_SHARE * self.elements else self.visible
 
+    def chunks(self) -> Iterator[Piece]:
+        """Yield the slices, small ones joined to about `SLICE_ELEMENTS`."""
+        group: list[Piece] = []
+        size = 0
+        for piece in self.pieces:
+            if group and size + piece.new.size > SLICE_ELEMENTS:
+                yield join(group)
+                group, size = [], 0
+            group.append(piece)
+            size += piece.new.size
+        if group:
+            yield join(group)
 
-def write_patch_section(pending: Pending, *, absolute: bool, level: int) -> bytes:
-    """Code one section in its smallest form."""
+
+def write_patch_section(pending: Pending, effort: Effort) -> bytes:
+    """Code one section in the form that `effort` allows and the estimate favours."""
     kind = pending.kind
-    form, body = Kind.SPARSE, b""
-    if pending.visible > DENSE_SHARE * pending.elements:
-        new, base = np.concatenate(pending.new), np.concatenate(pending.base)
-        form, body = Kind.PLANES, write_planes(split_float(new, kind), level)
-        if not absolute:
-            steps = write_planes(zigzag(steps_between(new, base, kind)), level)
+    if pending.visible == 0:
+        return write_section(Kind.SPARSE, pending.elements, 0, b"")
+    is_dense = pending.visible > DENSE_SHARE * pending.elements
+    if not effort.absolute and effort.classes > 1 and kind.exponent_bits and pending.visible >= _MIN_CLASSED:
+        histogram = _histogram(pending)
+        thresholds = choose_thresholds(histogram, effort.classes)
+        if thresholds:
+            body = write_classed(pending.chunks(), kind, thresholds, histogram)
+            if not is_dense or len(body) < _plain_bytes(pending):
+                return write_section(Kind.CLASSED, pending.elements, pending.visible, body)
+    form = Kind.SPARSE
+    if is_dense:
+        whole = join(pending.pieces)
+        form, body = Kind.PLANES, write_planes(split_float(whole.new, kind))
+        if not effort.absolute:
+            steps = write_planes(zigzag(steps_between(whole.new, whole.base, kind)))
             if len(steps) < len(body):
                 form, body = Kind.STEPS, steps
     else:
-        body = _write_sparse(pending, absolute=absolute, level=level)
+        body = _write_sparse(pending, effort)
     return write_section(form, pending.elements, pending.visible, body)
 
 
-def _write_sparse(pending: Pending, *, absolute: bool, level: int) -> bytes:
-    positions = np.concatenate(pending.positions)
-    if not positions.size:
-        return b""
-    new, base = _gather(pending.new, pending.positions), _gather(pending.base, pending.positions)
-    width = gap_width(positions.size, pending.elements)
-    gaps = encode_gaps(positions, width)
-    body = bytes([ABSOLUTE_VALUES if absolute else STEP_VALUES, width]) + varint(gaps.size)
-    body += write_planes(gaps, level)
-    if absolute:
-        return body + write_planes(split_float(new, pending.kind), level)
-    return body + write_steps(steps_between(new, base, pending.kind), level)
+def _plain_bytes(pending: Pending) -> float:
+    """Return about what the elements take as planes: exponents shrink, mantissas do not."""
+    return 0.66 * pending.elements * pending.kind.width
 
 
-def _gather(parts: list[Bits], positions: list[NDArray[np.int64]]) -> Bits:
-    taken, start = [], 0
-    for part, found in zip(parts, positions, strict=True):
-        taken.append(part[found - start])
-        start += part.size
-    return np.concatenate(taken)
+def _histogram(pending: Pending) -> NDArray[np.float64]:
+    return context_histogram(
+        [piece.base for piece in pending.pieces],
+        np.concatenate([piece.base_changed for piece in pending.pieces]),
+        np.concatenate([piece.new_changed for piece in pending.pieces]),
+        pending.kind,
+    )
+
+
+def _write_sparse(pending: Pending, effort: Effort) -> bytes:
+    starts = np.cumsum([0] + [piece.new.size for piece in pending.pieces[:-1]])
+    positions = np.concatenate([piece.positions + start for piece, start in zip(pending.pieces, starts, strict=True)])
+    new = np.concatenate([piece.new_changed for piece in pending.pieces])
+    form = ABSOLUTE_VALUES if effort.absolute else STEP_VALUES
+    body = bytes([form]) + write_gaps(positions, pending.elements)
+    if effort.absolute:
+        return body + write_planes(split_float(new, pending.kind))
+    base = np.concatenate([piece.base_changed for piece in pending.pieces])
+    return body + write_steps(steps_between(new, base, pending.kind))
 
 
 def apply_section(section: Section, kind: DType, spans: list[Span], targets: list[Bits], limits: Limits) -> None:
     """Bring `targets` (flat tensors of the base, indexed as `spans` do) to the new values, in place."""
     reader = Reader(section.body)
-    symbols = section.visible if section.kind == Kind.SPARSE else section.elements
+    symbols = section.elements if section.kind in (Kind.STEPS, Kind.PLANES) else section.visible
     if symbols > limits.max_section_symbols:
         raise LimitExceeded(f"section of {symbols} symbols, at most {limits.max_section_symbols} allowed")
     if section.kind == Kind.SPARSE:
         if section.visible:
             _apply_sparse(reader, section, kind, spans, targets)
+    elif section.kind == Kind.CLASSED:
+        apply_classed(reader, section, kind, (spans, targets), limits)
     elif section.kind in (Kind.STEPS, Kind.PLANES):
         values = read_planes(reader, section.elements, kind.bits_dtype)
         values = unzigzag(values) if section.kind == Kind.STEPS else join_float(values, kind)
@@ -142,18 +197,17 @@ def apply_section(section: Section, kind: DType, spans: list[Span], targets: lis
 
 
 def _apply_sparse(reader: Reader, section: Section, kind: DType, spans: list[Span], targets: list[Bits]) -> None:
-    form, width = reader.byte(), reader.byte()
-    if form not in (STEP_VALUES, ABSOLUTE_VALUES) or width not in (1, 2):
+    form = reader.byte()
+    if form not in (STEP_VALUES, ABSOLUTE_VALUES):
         raise CorruptPatch("unknown form of a sparse section")
-    count = reader.varint(max_symbols(section.visible, section.elements, width))
-    positions = decode_gaps(read_planes(reader, count, np.dtype(f"<u{width}")), section.visible, section.elements)
+    positions = read_gaps(reader, section.visible, section.elements)
     if form == STEP_VALUES:
         values = read_steps(reader, section.visible, kind.bits_dtype)
     else:
         values = join_float(read_planes(reader, section.visible, kind.bits_dtype), kind)
     start, low = 0, 0
     for span in spans:
-        high = int(np.searchsorted(positions, start + span.elements))
+        high = low + int(np.searchsorted(positions[low:], start + span.elements))
         at = positions[low:high] + (span.start - start)
         target = targets[span.tensor]
         piece = values[low:high]

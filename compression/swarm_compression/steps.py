@@ -45,22 +45,22 @@ def unzigzag(folded: Bits) -> Bits:
     return (folded >> one) ^ (~(folded & one) + one)
 
 
-def write_steps(steps: Bits, level: int) -> bytes:
+def write_steps(steps: Bits) -> bytes:
     """Encode non-zero steps: a bit per sign, then the magnitudes less one."""
     negative = (steps >> steps.dtype.type(8 * steps.dtype.itemsize - 1)).astype(bool)
     excess = np.where(negative, ~steps, steps - steps.dtype.type(1))
-    signs = stream(np.packbits(negative, bitorder="little"), level)
+    signs = stream(np.packbits(negative, bitorder="little"))
     is_large = excess >= _ESCAPE
     large_count = int(np.count_nonzero(is_large))
     if large_count * 5 > steps.size:
-        return signs + bytes([BYTES]) + write_planes(excess, level)
+        return signs + bytes([BYTES]) + write_planes(excess)
     codes = np.minimum(excess, _ESCAPE).astype(np.uint8)
     packed = np.zeros((steps.size + 3) // 4 * 4, np.uint8)
     packed[: steps.size] = codes
     quads = packed.reshape(-1, 4)
     joined = (quads << np.array([0, 2, 4, 6], np.uint8)).sum(axis=1, dtype=np.uint8)
     large = excess[is_large] - steps.dtype.type(_ESCAPE)
-    return signs + bytes([PAIRS_OF_BITS]) + stream(joined, level) + write_planes(large, level)
+    return signs + bytes([PAIRS_OF_BITS]) + stream(joined) + write_planes(large)
 
 
 def read_steps(reader: Reader, count: int, dtype: np.dtype[Any]) -> Bits:

@@ -1,0 +1,226 @@
+"""The CLASSED section: changes coded class by class of old values.
+
+Each class has its own density of changes and its own sizes of steps, so its own entropy codes. Positions are
+ranks among the members of the class, in the order of the section; both sides find the members from the old
+values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm_compression.container import Section
+from swarm_compression.contexts import ClassIndex, Positions, context_of
+from swarm_compression.errors import CorruptPatch, LimitExceeded
+from swarm_compression.limits import Limits
+from swarm_compression.planes import read_planes, write_planes
+from swarm_compression.positions import read_gaps, write_gaps
+from swarm_compression.spans import SLICE_ELEMENTS, Span
+from swarm_compression.steps import apply_steps, read_steps, steps_between, unzigzag, write_steps, zigzag
+from swarm_compression.tensors import Bits, DType
+from swarm_compression.wire import Reader, varint
+
+MAX_CLASSES = 32
+# Above this share of changed members a step for every member is the smaller form.
+_ALL_SHARE = 0.45
+
+
+class Mode(IntEnum):
+    """How one class is coded."""
+
+    UNCHANGED = 0
+    CHANGES = 1
+    ALL = 2
+
+
+class Slice(Protocol):
+    """What the encoder needs of one slice (see `sparse.Piece`)."""
+
+    @property
+    def new(self) -> Bits: ...
+    @property
+    def base(self) -> Bits: ...
+    @property
+    def positions(self) -> Positions: ...
+    @property
+    def new_changed(self) -> Bits: ...
+    @property
+    def base_changed(self) -> Bits: ...
+
+
+@dataclass(slots=True)
+class _Class:
+    low: int
+    high: int
+    mode: Mode
+    members: int = 0
+    ranks: list[Positions] = field(default_factory=list)
+    steps: list[Bits] = field(default_factory=list)
+
+
+def _classes(thresholds: list[int], histogram: NDArray[np.float64]) -> list[_Class]:
+    bounds = [0, *thresholds, 256]
+    classes = []
+    for low, high in itertools.pairwise(bounds):
+        part = histogram[low:high]
+        changed = float(part[:, 1:].sum())
+        share = changed / max(float(part.sum()), 1.0)
+        mode = Mode.ALL if share > _ALL_SHARE else Mode.CHANGES
+        classes.append(_Class(low, high, mode))
+    return classes
+
+
+def write_classed(
+    chunks: Iterable[Slice],
+    kind: DType,
+    thresholds: list[int],
+    histogram: NDArray[np.float64],
+) -> bytes:
+    """Return the body of a CLASSED section: thresholds, then each class."""
+    classes = _classes(thresholds, histogram)
+    inner = np.array(thresholds, np.uint8)
+    class_numbers = np.searchsorted(inner, np.arange(256), side="right").astype(np.uint8)
+    any_ranked = any(group.mode is Mode.CHANGES for group in classes)
+    for chunk in chunks:
+        contexts = context_of(chunk.base, kind)
+        if any_ranked:
+            class_of = class_numbers.take(context_of(chunk.base_changed, kind))
+            steps = steps_between(chunk.new_changed, chunk.base_changed, kind)
+        for number, group in enumerate(classes):
+            index = ClassIndex(contexts, group.low, group.high)
+            if group.mode is Mode.ALL:
+                at = index.members()
+                group.steps.append(steps_between(chunk.new.take(at), chunk.base.take(at), kind))
+            else:
+                at = np.flatnonzero(class_of == number)
+                group.ranks.append(index.rank(chunk.positions.take(at)) + group.members)
+                group.steps.append(steps.take(at))
+            group.members += index.size
+    body = bytes([len(thresholds)]) + inner.tobytes()
+    return body + b"".join(_write_class(group) for group in classes)
+
+
+def _write_class(group: _Class) -> bytes:
+    steps = np.concatenate(group.steps)
+    if group.mode is Mode.ALL:
+        return bytes([Mode.ALL]) + varint(steps.size) + write_planes(zigzag(steps))
+    if not steps.size:
+        return bytes([Mode.UNCHANGED])
+    ranks = np.concatenate(group.ranks)
+    head = bytes([Mode.CHANGES]) + varint(ranks.size)
+    return head + write_gaps(ranks, group.members) + write_steps(steps)
+
+
+@dataclass(slots=True)
+class _Decoded:
+    low: int
+    high: int
+    mode: Mode
+    ranks: Positions
+    steps: Bits
+    at: int = 0
+    members: int = 0
+
+    def next_changes(self, contexts: NDArray[np.uint8]) -> tuple[Positions, Bits]:
+        """Return positions and steps of this class within the next slice."""
+        index = ClassIndex(contexts, self.low, self.high)
+        if self.mode is Mode.ALL:
+            positions = index.members()
+            end = self.at + positions.size
+            if end > self.steps.size:
+                raise CorruptPatch("fewer steps than members of a class")
+        else:
+            end = self.at + int(np.searchsorted(self.ranks[self.at :], self.members + index.size))
+            positions = index.select(self.ranks[self.at : end] - self.members)
+        steps = self.steps[self.at : end]
+        self.at, self.members = end, self.members + index.size
+        return positions, steps
+
+
+def apply_classed(
+    reader: Reader, section: Section, kind: DType, place: tuple[list[Span], list[Bits]], limits: Limits
+) -> None:
+    """Apply a CLASSED section in place; `place` holds the spans and the flat tensors that they index."""
+    if not kind.exponent_bits:
+        raise CorruptPatch("classes of a tensor without exponents")
+    classes = _read_classes(reader, section, kind, limits)
+    spans, targets = place
+    for group in _groups(spans):
+        parts = [targets[span.tensor][span.start : span.stop] for span in group]
+        chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        contexts = context_of(chunk, kind)
+        for decoded in classes:
+            if decoded.mode is Mode.UNCHANGED:
+                continue
+            positions, steps = decoded.next_changes(contexts)
+            chunk[positions] = apply_steps(chunk.take(positions), steps, kind)
+        if len(parts) > 1:
+            start = 0
+            for part in parts:
+                part[:] = chunk[start : start + part.size]
+                start += part.size
+    if any(decoded.at != decoded.steps.size for decoded in classes):
+        raise CorruptPatch("more changes than members of a class")
+
+
+def _read_classes(reader: Reader, section: Section, kind: DType, limits: Limits) -> list[_Decoded]:
+    count = reader.byte()
+    if not 1 <= count < MAX_CLASSES:
+        raise CorruptPatch("impossible number of classes")
+    bounds = [0, *reader.take(count), 256]
+    classes = []
+    visible, symbols = 0, 0
+    for low, high in itertools.pairwise(bounds):
+        if low >= high:
+            raise CorruptPatch("class bounds do not ascend")
+        mode = reader.byte()
+        if mode == Mode.UNCHANGED:
+            decoded = _Decoded(low, high, Mode.UNCHANGED, np.empty(0, np.int64), np.empty(0, kind.bits_dtype))
+        elif mode == Mode.ALL:
+            size = reader.varint(section.elements)
+            symbols += size
+            _check_symbols(symbols, limits)
+            steps = unzigzag(read_planes(reader, size, kind.bits_dtype))
+            visible += int(np.count_nonzero(steps))
+            decoded = _Decoded(low, high, Mode.ALL, np.empty(0, np.int64), steps)
+        elif mode == Mode.CHANGES:
+            size = reader.varint(section.visible)
+            symbols += size
+            _check_symbols(symbols, limits)
+            visible += size
+            ranks = read_gaps(reader, size, section.elements)
+            decoded = _Decoded(low, high, Mode.CHANGES, ranks, read_steps(reader, size, kind.bits_dtype))
+        else:
+            raise CorruptPatch(f"unknown class mode {mode}")
+        classes.append(decoded)
+    if visible != section.visible:
+        raise CorruptPatch("section states another number of changes")
+    return classes
+
+
+def _check_symbols(symbols: int, limits: Limits) -> None:
+    if symbols > limits.max_section_symbols:
+        raise LimitExceeded(f"section of {symbols} symbols, at most {limits.max_section_symbols} allowed")
+
+
+def _groups(spans: list[Span]) -> Iterator[list[Span]]:
+    """Cut long spans and group short ones, so that a group fits a CPU cache."""
+    group: list[Span] = []
+    size = 0
+    for span in spans:
+        for start in range(span.start, span.stop, SLICE_ELEMENTS):
+            piece = Span(span.tensor, start, min(start + SLICE_ELEMENTS, span.stop))
+            if group and size + piece.elements > SLICE_ELEMENTS:
+                yield group
+                group, size = [], 0
+            group.append(piece)
+            size += piece.elements
+    if group:
+        yield group

@@ -1,0 +1,136 @@
+"""What both sides know of an element before it is coded: the size class of its old value.
+
+An update of a given size moves a small weight across a rounding boundary far more often than a large one. The
+old value's exponent therefore tells how likely a change is, and how many units in the last place it spans.
+Elements are put into classes by ranges of a context byte (for BF16 the exponent); positions are counted
+within a class.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm_compression.steps import steps_between, zigzag
+from swarm_compression.tensors import Bits, DType
+
+Bytes = NDArray[np.uint8]
+Positions = NDArray[np.int64]
+
+SYMBOLS = 64
+# What one more class costs beside its symbols: lengths and the tables of its entropy codes, in bits.
+_CLASS_BITS = 1000.0
+_SAMPLE_ELEMENTS = 1 << 19
+_SAMPLE_CHANGES = 1 << 18
+# NumPy 1.26 cannot count bits; a slower way gives the same result there.
+_HAS_BIT_COUNT = hasattr(np, "bitwise_count")
+
+
+def context_of(bits: Bits, kind: DType) -> Bytes:
+    """Return the context byte of each element: the top byte of the bit pattern without its sign."""
+    width_bits = 8 * kind.width
+    if width_bits == 8:
+        return (bits << np.uint8(1)).astype(np.uint8, copy=False)
+    return (bits >> bits.dtype.type(width_bits - 9)).astype(np.uint8)
+
+
+class ClassIndex:
+    """The elements of one slice whose context lies in `low … high - 1`, for counting and finding them."""
+
+    __slots__ = ("_bits", "_mask", "_starts", "size")
+
+    def __init__(self, contexts: Bytes, low: int, high: int) -> None:
+        self._mask = (contexts - np.uint8(low)) < np.uint8(high - low)
+        self._bits: NDArray[np.uint64] | None = None
+        if _HAS_BIT_COUNT:
+            packed = np.packbits(self._mask, bitorder="little")
+            words = np.zeros((packed.size + 7) // 8, np.uint64)
+            words.view(np.uint8)[: packed.size] = packed
+            ends = np.cumsum(np.bitwise_count(words), dtype=np.int64)
+            self._bits, self._starts = words, np.concatenate((np.zeros(1, np.int64), ends))
+            self.size = int(self._starts[-1])
+        else:
+            self.size = int(np.count_nonzero(self._mask))
+
+    def members(self) -> Positions:
+        """Return the positions of all members."""
+        return np.flatnonzero(self._mask)
+
+    def rank(self, positions: Positions) -> Positions:
+        """Return how many members come before each of `positions`."""
+        if self._bits is None:
+            return np.asarray((np.cumsum(self._mask) - self._mask)[positions])
+        word = positions >> 6
+        below = (np.uint64(1) << (positions & 63).astype(np.uint64)) - np.uint64(1)
+        return np.asarray(self._starts[word] + np.bitwise_count(self._bits[word] & below))
+
+    def select(self, ranks: Positions) -> Positions:
+        """Return the positions of the members with the given ascending ranks, each below `size`."""
+        if self._bits is None or ranks.size * 16 > self.size:
+            return self.members()[ranks]
+        word = np.searchsorted(self._starts, ranks, side="right") - 1
+        left = (ranks - self._starts[word]).astype(np.uint8)
+        bits = self._bits[word]
+        offset = np.zeros(ranks.size, np.uint64)
+        for half in (32, 16, 8, 4, 2, 1):
+            low = np.bitwise_count(bits & np.uint64((1 << half) - 1))
+            above = left >= low
+            left -= np.where(above, low, np.uint8(0))
+            shift = above * np.uint64(half)
+            bits >>= shift
+            offset += shift
+        return (word << 6) + offset.astype(np.int64)
+
+
+def choose_thresholds(histogram: NDArray[np.float64], most: int) -> list[int]:
+    """Cut the 256 contexts into at most `most` ranges so that the coded size is least; return the inner
+    bounds.
+
+    `histogram` counts elements by context and by folded step (0 = unchanged, larger ones share the last
+    column). Solved exactly by dynamic programming over the contexts that occur.
+    """
+    used = np.flatnonzero(histogram.sum(axis=1))
+    if used.size < 2:
+        return []
+    sums = np.concatenate((np.zeros((1, histogram.shape[1])), np.cumsum(histogram[used], axis=0)))
+    cost = np.full((used.size + 1, used.size + 1), np.inf)
+    for start in range(used.size):
+        counts = sums[start + 1 :] - sums[start]
+        totals = counts.sum(axis=1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bits = np.where(counts > 0, counts * (np.log2(totals) - np.log2(counts)), 0.0)
+        cost[start, start + 1 :] = bits.sum(axis=1) + _CLASS_BITS
+    best = cost[0].copy()
+    cuts: list[list[int]] = [[] for _ in range(used.size + 1)]
+    for _ in range(most - 1):
+        totals = best[:, None] + cost
+        start_at = np.argmin(totals, axis=0)
+        improved = totals[start_at, np.arange(used.size + 1)]
+        better = improved < best - 1e-9
+        if not better.any():
+            break
+        previous = cuts
+        cuts = [
+            [*previous[start_at[end]], int(start_at[end])] if better[end] else previous[end]
+            for end in range(used.size + 1)
+        ]
+        best = np.where(better, improved, best)
+    return [int(used[cut]) for cut in cuts[used.size]]
+
+
+def context_histogram(base: list[Bits], base_changed: Bits, new_changed: Bits, kind: DType) -> NDArray[np.float64]:
+    """Estimate the histogram that `choose_thresholds` wants, from a sample of the elements and of the changes.
+
+    `base` are the slices of the section; the other two hold the bits of its changed elements.
+    """
+    elements = sum(part.size for part in base)
+    stride = max(elements // _SAMPLE_ELEMENTS, 1)
+    sample = context_of(np.concatenate([part[::stride] for part in base]), kind)
+    population = np.bincount(sample, minlength=256) * (elements / sample.size)
+    every = max(base_changed.size // _SAMPLE_CHANGES, 1)
+    old, new = base_changed[::every], new_changed[::every]
+    symbols = np.minimum(zigzag(steps_between(new, old, kind)), SYMBOLS - 1).astype(np.int64)
+    flat = np.bincount(context_of(old, kind).astype(np.int64) * SYMBOLS + symbols, minlength=256 * SYMBOLS)
+    histogram = flat.reshape(256, SYMBOLS) * (base_changed.size / old.size)
+    histogram[:, 0] = np.maximum(population - histogram.sum(axis=1), 0)
+    return np.asarray(histogram, np.float64)
