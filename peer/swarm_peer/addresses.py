@@ -15,7 +15,7 @@ from swarm_peer.identity import PEER_ID_BYTES, PeerId
 
 MAX_ADDRESSES = 8
 LOOPBACK = "loopback"
-_HOST_PATTERN = r"^[0-9A-Za-z._:%-]{1,253}$"
+_HOST_PATTERN = r"^[0-9A-Za-z._:%-]{1,253}\Z"  # `$` would let a trailing newline through
 _HOST_NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?\.?")
 _PEER_ID_TEXT = re.compile(r"[0-9a-fA-F]{64}")
 
