@@ -203,7 +203,7 @@ def _model_card(card: ExportCard, config: ModelConfig) -> str:
         "Trained by": f"{card.peers} {'peer' if card.peers == 1 else 'peers'}",
         "Tokens trained on, all peers together": f"{card.tokens:,}",
         "Merge": _plain(card.merge),
-        "Spread of the merged replicas": f"{spread} (root mean square distance from their mean, relative to it)",
+        "Spread of the merged replicas": f"{spread} (mean distance from their average, relative to it)",
         "Validation loss": loss,
         "Parameters": f"{parameter_count(config):,}",
         "Context": f"{config.context_length:,} tokens",
