@@ -55,7 +55,11 @@ class SetupError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dev", action="store_true", help="also install what the tests need")
-    dev = bool(parser.parse_args().dev)
+    parser.add_argument(
+        "--torch", choices=["auto", "cuda"], default="auto", help="cuda: this platform's usual build, GPU or not"
+    )
+    arguments = parser.parse_args()
+    dev, cuda = bool(arguments.dev), arguments.torch == "cuda"
     try:
         _require_python()
         key = _key()
@@ -63,7 +67,7 @@ def main() -> int:
             return 0
         with _lock():
             if not _is_done(key, dev):  # another set-up may have finished meanwhile
-                _set_up(key, dev)
+                _set_up(key, dev, cuda)
     except SetupError as error:
         print(f"setup: error: {error}", file=sys.stderr)
         return 1
@@ -126,7 +130,7 @@ def _lock() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ the set-up
 
 
-def _set_up(key: str, dev: bool) -> None:
+def _set_up(key: str, dev: bool, cuda: bool) -> None:
     started = time.monotonic()
     STAMP.unlink(missing_ok=True)
     _make_venv()
@@ -135,7 +139,7 @@ def _set_up(key: str, dev: bool) -> None:
     fixed = build + [r for r in runtime if not _is_torch(r)] + (develop if dev else [])
     torch = next(r for r in runtime if _is_torch(r))
     _say("looking up what is needed …")
-    plan, options = _plan(fixed, torch)
+    plan, options = _plan(fixed, torch, usual=cuda or sys.platform != "linux" or _has_nvidia_gpu())
     _announce(plan)
     if plan:
         pins = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in plan]
@@ -205,13 +209,13 @@ Item = dict[str, Any]  # one entry of pip's installation report
 Plan = list[Item]
 
 
-def _plan(fixed: list[str], torch: str) -> tuple[Plan, list[str]]:
+def _plan(fixed: list[str], torch: str, *, usual: bool) -> tuple[Plan, list[str]]:
     """Returns what pip would install, and the options it needs for that.
 
-    Off Linux, and with an NVIDIA GPU, the platform's usual torch is right. Else the first CPU build wins; if there is
+    ``usual``: the platform's usual torch is right, as with an NVIDIA GPU. Else the first CPU build wins; if there is
     none, the first build at all.
     """
-    if sys.platform != "linux" or _has_nvidia_gpu():
+    if usual:
         return _resolve([*fixed, torch], []), []
     candidates = [
         (f"torch=={TESTED_TORCH}", []),
