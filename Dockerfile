@@ -3,7 +3,7 @@
 #     docker run --rm swarmtrain --help
 #     docker run --rm -it -v swarmtrain:/data -p 7766:7766 swarmtrain bootstrap my-run.run
 # Identity, logs, checkpoints and results live in /data.
-FROM python:3.12-slim
+FROM python:3.11-slim
 
 ARG TORCH=auto
 
