@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -43,8 +44,8 @@ class Start(ControlMessage):
     threads: int
     checkpoint_directory: str
     checkpoint_interval_s: float
-    weights: str  # "genesis" | "slot" (PARTNER_SLOT holds a donor's snapshot) | "folder" | "checkpoint"
-    weights_folder: str = ""
+    weights: Literal["file", "slot", "checkpoint"]  # slot: PARTNER_SLOT holds a donor's snapshot
+    weights_file: str = ""  # the genesis: FP32, little-endian, in the model's order
     step: int = 0
     shard: tuple[int, int] | None = None  # (index, count) where slices are assigned exactly
 
@@ -81,6 +82,12 @@ class Adopt(ControlMessage):
     step: int
 
 
+class Evaluate(ControlMessage):
+    """After Finished: measure the snapshot in `slot` on the validation text.  Answered by Evaluated."""
+
+    slot: int
+
+
 class SaveCheckpoint(ControlMessage):
     """Write a checkpoint at the next step boundary."""
 
@@ -89,7 +96,7 @@ class Stop(ControlMessage):
     """Finish the step, write a checkpoint, leave."""
 
 
-ToTrainer = Start | CloseRound | Release | Mix | Abandon | Adopt | SaveCheckpoint | Stop
+ToTrainer = Start | CloseRound | Release | Mix | Abandon | Adopt | Evaluate | SaveCheckpoint | Stop
 
 
 # ------------------------------------------------------------------------------------------------ trainer to node
@@ -159,7 +166,7 @@ class Saved(ControlMessage):
 
 
 class Finished(ControlMessage):
-    """The schedule is at its end; `slot` holds the final snapshot.  The trainer exits after this."""
+    """The schedule is at its end; `slot` holds the final snapshot.  The trainer evaluates on request until Stop."""
 
     slot: int
     step: int

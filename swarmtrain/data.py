@@ -32,11 +32,12 @@ _BLOCKS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """A tokenised data set: tokens [N] mapped from disk, and the BLAKE3 digest (32 bytes) of its documents.
+    """A tokenised data set: its file, tokens [N] mapped from it, and the BLAKE3 digest (32 bytes) of its documents.
 
     The digest is over the text, not the ids: peers whose digests agree train on equal data.
     """
 
+    path: Path
     tokens: Tokens
     digest: bytes
 
@@ -55,7 +56,7 @@ def prepare_tokens(documents: Callable[[], Iterable[Document]], tokenizer: Token
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
             _write_tokens(path, documents(), tokenizer, dtype)
-        return TokenFile(np.memmap(path, dtype=dtype, mode="r"), digest)
+        return TokenFile(path, np.memmap(path, dtype=dtype, mode="r"), digest)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: the token file cannot be used: {error}") from error
 

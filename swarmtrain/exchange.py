@@ -138,7 +138,7 @@ class Blobs(Protocol):
 class Offload(Protocol):
     """Runs a function in a worker thread; inline under a virtual clock."""
 
-    async def __call__(self, function: Callable[..., T], *args: Any) -> T: ...  # noqa: ANN401  # any function's arguments
+    async def __call__(self, function: Callable[..., T], /, *args: Any) -> T: ...  # noqa: ANN401  # any function's arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from swarmtrain.evaluation import autocast, validation_loss, validation_windows
 from swarmtrain.layout import FlatLayout
 from swarmtrain.manifest import decode_manifest
 from swarmtrain.mixing import Effort
-from swarmtrain.model import LanguageModel, flatten_parameters, initialise
+from swarmtrain.model import LanguageModel, flatten_parameters
 from swarmtrain.model_config import parameter_specs
 from swarmtrain.replica import MatchedReplica, NolocoReplica, Replica
 from swarmtrain.schedule import CLOSING_DIVISOR, Schedule
@@ -74,7 +74,7 @@ class Trainer:
         self._manifest = decode_manifest(job.manifest).manifest
         self._optimizer_config = self._manifest.optimizer
         self._schedule = self._make_schedule()
-        self._device = torch.device(job.device)
+        self._device = choose_device(job.device)
         config = self._manifest.model.config()
         self._layout = FlatLayout.of(parameter_specs(config))
         self._slabs = Slabs(job.slabs_fd, self._layout.size)
@@ -83,11 +83,11 @@ class Trainer:
         self._watch = Stopwatch()
 
         self._model = LanguageModel(config).to(self._device)
-        if job.weights in ("genesis", "checkpoint"):
-            initialise(self._model, self._manifest.genesis.seed or 0)
         self._theta, self._gradient = flatten_parameters(self._model)
-        if job.weights == "slot":
-            with torch.no_grad():
+        with torch.no_grad():
+            if job.weights == "file":
+                self._theta.copy_(torch.from_numpy(np.fromfile(job.weights_file, dtype="<f4")))
+            elif job.weights == "slot":
                 self._theta.copy_(self._slots[PARTNER_SLOT])
         self._replica = self._make_replica()
         self._optimizer = self._make_optimizer()
@@ -234,6 +234,9 @@ class Trainer:
         self._channel.send(
             control.Finished(slot=slot, step=self._step, tokens_total=self._tokens_total, validation_loss=loss)
         )
+        while not self._stopping:
+            if (message := self._channel.wait()) is not None:
+                self._handle(message)
 
     def _wait_for_slot(self) -> int:
         deadline = time.monotonic() + 60.0
@@ -272,6 +275,10 @@ class Trainer:
                 self._step = self._joined_at = self._round_started_step = min(step, self._schedule.total_steps)
                 self._since_exchange = Effort(0, 0)
                 self._channel.send(control.Adopted(step=self._step))
+            case control.Evaluate(slot=slot):
+                with torch.no_grad():
+                    self._theta.copy_(self._slots[slot])
+                self._channel.send(control.Evaluated(step=self._step, validation_loss=self._evaluate()))
             case control.SaveCheckpoint():
                 self._save_requested = True
             case control.Stop():
@@ -414,6 +421,17 @@ class Trainer:
             # A joiner's optimizer has no moments yet: its rate climbs over its first round.
             joiner_warmup_steps=self._manifest.round.inner_steps or 20,
         )
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device that `--device` names; "auto" takes CUDA, then MPS, then the CPU.  Raises UserError."""
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, there in has.items() if there)
+    if not has[name]:
+        there = ", ".join(kind for kind, found in has.items() if found)
+        raise UserError(f"--device {name}: torch {torch.__version__} finds none here; there is: {there}")
+    return torch.device(name)
 
 
 def main() -> int:

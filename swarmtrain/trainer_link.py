@@ -101,14 +101,15 @@ class TrainerLink:
         self._exchange = 0
         self._settled = -1
         self._adopted = 0
+        self._evaluations: list[float] = []
         self.ended = trio.Event()
 
     async def run(
         self, start: Callable[[int], control.Start], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> ToNode:
-        """Runs the trainer to its end and returns its last word: Finished, Stopped or Failed.
+        """Runs the trainer to its end and returns its last word: Finished or Stopped.
 
-        `start` makes the job from the slabs' file descriptor.  Raises UserError when the process dies without a word.
+        `start` makes the job from the slabs' file descriptor.  Raises UserError when the trainer failed or died.
         Cancelled, it kills the process.
         """
         ours, theirs = socket.socketpair()
@@ -141,6 +142,8 @@ class TrainerLink:
                 await self._stream.aclose()
                 async with self._changed:
                     self._changed.notify_all()
+        if isinstance(last, control.Failed):
+            raise UserError(last.reason)
         if last is None:
             tail = b"".join(stderr_tail)[-2000:].decode(errors="replace").strip().splitlines()
             logger.error("trainer died with status %s:\n%s", process.returncode, "\n".join(tail))
@@ -214,6 +217,16 @@ class TrainerLink:
                     while self._adopted == before and not self.ended.is_set():
                         await self._changed.wait()
 
+    async def evaluate(self, bits: NDArray[np.uint16]) -> float:
+        """Has a finished trainer measure a snapshot; returns nats per token, NaN when the trainer is gone."""
+        async with self._partner_slot, self._changed:
+            self.fill_partner_slot(bits)
+            before = len(self._evaluations)
+            self._say(control.Evaluate(slot=PARTNER_SLOT))
+            while len(self._evaluations) == before and not self.ended.is_set():
+                await self._changed.wait()
+            return self._evaluations[-1] if len(self._evaluations) > before else math.nan
+
     def fill_partner_slot(self, bits: NDArray[np.uint16]) -> None:
         """Puts the snapshot to start from where the trainer will look for it."""
         np.copyto(self._slabs.slot(PARTNER_SLOT), bits)
@@ -256,7 +269,7 @@ class TrainerLink:
                     message = decode_to_node(body)
                     await self._take(message)
                     if isinstance(message, control.Finished | control.Stopped | control.Failed):
-                        return message
+                        last = message
         except trio.BrokenResourceError:
             pass
         return last
@@ -281,6 +294,8 @@ class TrainerLink:
                     self._settled = number
                 case control.Adopted():
                     self._adopted += 1
+                case control.Evaluated(validation_loss=loss):
+                    self._evaluations.append(loss)
                 case _:
                     pass
             self._changed.notify_all()

@@ -1,0 +1,187 @@
+"""`swarmtrain join`: find the run, check everything, then be a training peer of it until it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import numpy as np
+import trio
+from swarm_peer.identity import Identity, short
+
+from swarmtrain.data import TokenFile, prepare_tokens
+from swarmtrain.documents import file_documents, python_documents
+from swarmtrain.errors import ExitCode, UserError
+from swarmtrain.events import EventLog
+from swarmtrain.genesis import genesis_state
+from swarmtrain.genesis_file import load_genesis
+from swarmtrain.invite import Target, resolve_target
+from swarmtrain.manifest import Manifest, require_equal
+from swarmtrain.model_config import ModelConfig, parameter_count, parameter_specs
+from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.options import JoinOptions
+from swarmtrain.progress import Progress
+from swarmtrain.run_lookup import LocatedRun, fetch_genesis_file, locate_run
+from swarmtrain.snapshots import DENSE_BYTES_PER_WEIGHT
+from swarmtrain.tokenizer import ByteTokenizer
+from swarmtrain.training_peer import Result, TrainingJob, TrainingPeer
+from swarmtrain.workspace import Workspace, acquire_identity, check_room, open_workspace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("swarmtrain.join")
+
+PYTHON_TEXT_BYTES = 8_000_000
+TYPICAL_UPLINK_BITS_PER_S = 20e6
+
+
+def run_join(options: JoinOptions) -> int:
+    """Joins a run and stays until its end.  Returns the exit code; raises UserError."""
+    target = resolve_target(options.run, options.invite, options.peers)
+    with acquire_identity(options.state, options.identity) as identity, Progress() as progress:
+        result, exit_code = trio.run(_join, options, target, identity, progress)
+    if result is not None and result.merge is not None:
+        _print_result(options, result)
+    return exit_code
+
+
+async def _join(
+    options: JoinOptions, target: Target, identity: Identity, progress: Progress
+) -> tuple[Result | None, int]:
+    config = NodeConfig(listen=options.listen, announce=options.announce, entries=target.peers)
+    async with open_node(identity, config) as node:
+        progress.say(f"peer {short(identity.peer_id)} listens on {', '.join(map(str, node.addresses))}")
+        await reach_entries(node, target.peers, progress.say)
+        run = await locate_run(node, target.reference)
+        manifest = run.signed.manifest
+        out = options.out or Path("runs") / manifest.name
+        weights = parameter_count(manifest.model.config())
+        check_room(out, weights)
+        _introduce(run, weights, progress.say)
+        with open_workspace(out, run.signed, resume=options.resume) as workspace, EventLog(workspace.events) as events:
+            workspace.validation.write_bytes(run.validation)
+            tokens = await trio.to_thread.run_sync(_prepare_data, manifest, options, run.validation)
+            genesis = await _make_genesis(node, run, workspace, progress)
+            job = TrainingJob(
+                workspace=workspace,
+                token_file=str(tokens.path),
+                token_dtype=tokens.tokens.dtype.str,
+                device=options.device,
+                threads=options.threads or default_threads(),
+                checkpoint_interval_s=options.checkpoint_s,
+                linger_s=options.linger_s,
+                resume=options.resume,
+                genesis=genesis,
+            )
+            peer = TrainingPeer(node, run, job, events)
+            peer.on_notice = progress.say
+            peer.on_transfer = lambda done, total: progress.show_transfer("weights", done, total)
+            peer.on_status = lambda status: progress.show_training(status, len(peer.candidates()))
+            return await _run_until_signal(peer, progress)
+
+
+async def _run_until_signal(peer: TrainingPeer, progress: Progress) -> tuple[Result | None, int]:
+    """First Ctrl-C: goodbye and checkpoint.  Second: stop at once."""
+    exit_code = int(ExitCode.OK)
+    result: Result | None = None
+    async with trio.open_nursery() as nursery:
+
+        async def obey_signals() -> None:
+            nonlocal exit_code
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for number in signals:
+                    if exit_code:
+                        progress.say("stopped at once")
+                        nursery.cancel_scope.cancel()
+                        return
+                    exit_code = 128 + number
+                    progress.say("leaving: saving a checkpoint and saying goodbye; once more stops at once")
+                    peer.stop()
+
+        nursery.start_soon(obey_signals)
+        result = await peer.run()
+        nursery.cancel_scope.cancel()
+    return result, exit_code
+
+
+# ------------------------------------------------------------------------------------------------------ preparation
+
+
+def _introduce(run: LocatedRun, weights: int, say: Callable[[str], None]) -> None:
+    manifest = run.signed.manifest
+    say(f"run {run.signed.label}: {weights / 1e6:.2f}M weights, {manifest.optimizer.total_steps} steps")
+    size = DENSE_BYTES_PER_WEIGHT * weights
+    seconds = 8 * size / TYPICAL_UPLINK_BITS_PER_S
+    say(f"an exchange moves up to {size / 1e6:.1f} MB each way, about {seconds:.1f} s on a 20 Mbit/s link")
+
+
+def _prepare_data(manifest: Manifest, options: JoinOptions, validation: bytes) -> TokenFile:
+    """Tokenises this peer's text.  Raises UserError when the run needs other data."""
+    kind = manifest.data.kind
+    if kind == "python":
+        if options.data:
+            raise UserError("this run trains on the text that ships with Python; leave out --data", ExitCode.USAGE)
+        return prepare_tokens(lambda: python_documents(PYTHON_TEXT_BYTES), ByteTokenizer(), options.state / "tokens")
+    if not options.data:
+        which = "your own text" if kind == "own" else f"the data set with hash {manifest.data.content_hash}"
+        raise UserError(f"this run trains on {which}: name it with --data PATH", ExitCode.USAGE)
+    tokens = prepare_tokens(lambda: file_documents(options.data), ByteTokenizer(), options.state / "tokens")
+    if kind == "named":
+        require_equal("data.content_hash", manifest.data.content_hash, tokens.digest.hex(), where="--data")
+    return tokens
+
+
+async def _make_genesis(node: Node, run: LocatedRun, workspace: Workspace, progress: Progress) -> NDArray[np.float32]:
+    """Returns the flat genesis: from the manifest's seed, or fetched and checked against its hash."""
+    genesis = run.signed.manifest.genesis
+    config = run.signed.manifest.model.config()
+    if genesis.weights is None:
+        state = await trio.to_thread.run_sync(genesis_state, config, genesis.seed or 0)
+        return _flat(state, config)
+    data = await fetch_genesis_file(
+        node, run, run.holders, lambda done, total: progress.show_transfer("genesis", done, total)
+    )
+    path = workspace.root / "genesis.safetensors"
+    await trio.to_thread.run_sync(path.write_bytes, data)
+    digest = bytes.fromhex(genesis.weights.digest)
+    return _flat(await trio.to_thread.run_sync(load_genesis, path, config, digest), config)
+
+
+def _flat(state: Mapping[str, NDArray[np.float32]], config: ModelConfig) -> NDArray[np.float32]:
+    return np.concatenate([state[name].reshape(-1) for name, _ in parameter_specs(config)])
+
+
+def default_threads() -> int:
+    """Returns the cores for torch: one less than this process may use, for the node and the desktop."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 1)
+
+
+def _print_result(options: JoinOptions, result: Result) -> None:
+    assert result.merge is not None
+    out = options.out
+    if options.json:
+        click.echo(
+            json.dumps(
+                {
+                    "step": result.step,
+                    "validation_loss": result.validation_loss,
+                    "merged_validation_loss": result.merged_validation_loss,
+                    "replicas": result.merge.replicas,
+                    "spread": result.merge.spread,
+                    "model": str(out / "model") if out else None,
+                }
+            )
+        )
+        return
+    click.echo(
+        f"merged {result.merge.replicas} replicas: validation loss {result.merged_validation_loss:.4f} "
+        f"(own replica {result.validation_loss:.4f}), spread {result.merge.spread:.2%}"
+    )

@@ -1,0 +1,183 @@
+"""The node: the network half of every command.  It imports no torch and survives a trainer's crash.
+
+`open_node` brings up identity, transport, DHT and blob store, in that order, and takes them down again.  What a
+command does with them stands in the command's own module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+from swarm_peer.addresses import Address, Contact, parse_address
+from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.errors import AddressInUse, ListenError
+from swarm_peer.identity import Identity
+from swarm_peer.kademlia import Kademlia
+from swarm_peer.tcp import TlsTransport
+
+from swarmtrain.errors import ExitCode, UserError
+from swarmtrain.invite import EntryPoint
+
+# Addresses of RFC 5737, to which nothing is ever sent: connecting a UDP socket only looks up the route.
+_ROUTE_PROBE = ("192.0.2.1", 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Where a node listens, what it calls itself and whom it knows.  `quota_bytes` bounds the blob store."""
+
+    listen: str
+    announce: Sequence[str] = ()
+    entries: Sequence[EntryPoint] = ()
+    serve: bool = True  # holds DHT records for others
+    quota_bytes: int = 8 << 30  # what is on offer and under way; nothing is reserved
+
+
+class NodeBlobs:
+    """The blob store and its transfers, in the words that the exchange and the donor use."""
+
+    def __init__(self, store: BlobStore, exchange: BlobExchange) -> None:
+        self.store = store
+        self._exchange = exchange
+
+    def put(self, data: bytes) -> bytes:
+        """Stores and pins: what is on offer must not be evicted.  Heavy; call it in a worker thread."""
+        blob_id = self.store.put(data)
+        self.store.pin(blob_id)
+        return blob_id
+
+    def discard(self, blob_id: bytes) -> None:
+        """Unpins and forgets a blob."""
+        self.store.unpin(BlobId(blob_id))
+        self.store.discard(BlobId(blob_id))
+
+    async def fetch(
+        self,
+        blob_id: bytes,
+        holder: Contact,
+        *,
+        max_size_bytes: int,
+        deadline_s: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> bytes:
+        """Fetches from one holder and keeps nothing: payloads are read once."""
+        data = await self.fetch_any(
+            blob_id, [holder], max_size_bytes=max_size_bytes, deadline_s=deadline_s, progress=progress
+        )
+        self.store.discard(BlobId(blob_id))
+        return data
+
+    async def fetch_any(
+        self,
+        blob_id: bytes,
+        holders: Sequence[Contact],
+        *,
+        max_size_bytes: int,
+        deadline_s: float,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> bytes:
+        """Fetches from any of several holders, and serves the blob to others from now on."""
+        return await self._exchange.fetch(
+            BlobId(blob_id), holders, max_size_bytes=max_size_bytes, deadline_s=deadline_s, progress=progress
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A running node.  `addresses` is what it announces."""
+
+    identity: Identity
+    endpoint: Endpoint
+    discovery: Kademlia
+    blobs: NodeBlobs
+    addresses: tuple[Address, ...]
+
+    @property
+    def contact(self) -> Contact:
+        return Contact(self.identity.peer_id, self.addresses)
+
+
+@asynccontextmanager
+async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Node]:
+    """Runs a node for the time of the `async with` block.
+
+    Raises UserError when the port is busy or an address is malformed.
+    """
+    listen = _parse(config.listen)
+    announced = tuple(_parse(text) for text in config.announce)
+    endpoint = Endpoint(identity, TlsTransport(identity))
+    store = BlobStore(config.quota_bytes)
+    async with trio.open_nursery() as nursery:
+        try:
+            bound: list[Address] = await nursery.start(endpoint.run, [listen])
+        except AddressInUse as error:
+            raise UserError(str(error), ExitCode.PORT_BUSY) from None
+        except ListenError as error:
+            raise UserError(str(error), ExitCode.USAGE) from None
+        try:
+            addresses = announced or reachable_addresses(bound, config.entries)
+            discovery = Kademlia(endpoint, identity, rng=random.Random(identity.peer_id), serve=config.serve)
+            discovery.advertise(addresses)
+            await nursery.start(discovery.run)
+            yield Node(identity, endpoint, discovery, NodeBlobs(store, BlobExchange(endpoint, store)), addresses)
+        finally:
+            with trio.move_on_after(3.0, shield=True):
+                await endpoint.aclose()
+            nursery.cancel_scope.cancel()
+
+
+def reachable_addresses(bound: Sequence[Address], entries: Sequence[EntryPoint]) -> tuple[Address, ...]:
+    """Returns where others can reach a listener: for a wildcard, this machine's address on the way to its peers."""
+    found: dict[Address, None] = {}
+    for address in bound:
+        if address.host not in ("0.0.0.0", "::"):
+            found[address] = None
+            continue
+        targets = [(peer.host, peer.port) for _, peer in entries] + [_ROUTE_PROBE]
+        for host in filter(None, map(_local_host_towards, targets)):
+            found[Address(host, address.port)] = None
+            if not entries or len(found) >= 4:
+                break
+    return tuple(found) or tuple(Address("127.0.0.1", address.port) for address in bound)
+
+
+async def reach_entries(node: Node, entries: Sequence[EntryPoint], say: Callable[[str], None]) -> None:
+    """Contacts the entry points; each that fails gets one line through `say`.
+
+    Raises UserError with exit code 3 when none can be reached.
+    """
+    if not entries:
+        return
+    results = await node.discovery.bootstrap(list(entries))
+    failures = [error for _, error in results if error is not None]
+    for error in failures:
+        say(f"{error}")
+    if len(failures) == len(results):
+        raise UserError(
+            f"no peer reached: all {len(results)} addresses failed; start one with `swarmtrain bootstrap`, "
+            "or ask for a current address",
+            ExitCode.NO_PEER,
+        )
+
+
+def _parse(text: str) -> Address:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise UserError(str(error), ExitCode.USAGE) from None
+
+
+def _local_host_towards(target: tuple[str, int]) -> str | None:
+    with contextlib.suppress(OSError):
+        family = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    return None

@@ -1,0 +1,489 @@
+"""A training peer, wired: membership, trainer, exchange, donor, status, final merge.
+
+`TrainingPeer.run` reads from top to bottom as the life of a peer in the design: be known, get weights, train and
+exchange, say goodbye or merge.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import trio
+from swarm_peer.addresses import Contact
+from swarm_peer.errors import PeerError
+from swarm_peer.identity import short
+from swarm_peer.membership import Member, Membership
+from swarm_peer.records import PeerState
+
+from swarmtrain import __version__, control
+from swarmtrain.control import ToNode
+from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
+from swarmtrain.errors import ExitCode, UserError
+from swarmtrain.events import EventLog
+from swarmtrain.exchange import ExchangeConfig, Exchanger, Report
+from swarmtrain.export import ExportCard, export_model
+from swarmtrain.layout import FlatLayout, fp32_to_bf16
+from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
+from swarmtrain.mixing import staleness_in_rounds
+from swarmtrain.model_config import parameter_specs
+from swarmtrain.node import Node
+from swarmtrain.run_lookup import LocatedRun, announce
+from swarmtrain.slabs import Slabs
+from swarmtrain.snapshots import Payload, PayloadInvalid, Snapshot, SnapshotLibrary, take_snapshot
+from swarmtrain.status import FinalReplica, Status, decode_status
+from swarmtrain.trainer_link import TrainerLink
+from swarmtrain.workspace import Workspace
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("swarmtrain.peer")
+
+STATUS_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 0.2
+FIRST_LOOK_S = 3.0
+MAX_MERGED_REPLICAS = 32
+# A transfer is given up when the link is slower than this; below it a run of this size makes no sense.
+SLOWEST_LINK_BYTES_PER_S = 20_000
+TRANSFER_SLACK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """What `join` has prepared: files and settings of this peer."""
+
+    workspace: Workspace
+    token_file: str
+    token_dtype: str
+    device: str
+    threads: int
+    checkpoint_interval_s: float
+    linger_s: float
+    resume: bool
+    genesis: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How it ended.  `merge` is None when the peer left before the end of the run."""
+
+    finished: bool
+    step: int
+    validation_loss: float
+    merge: Merge | None = None
+    merged_validation_loss: float = math.nan
+
+
+class TrainingPeer:
+    """One peer of one run, from the first look at the swarm to the goodbye."""
+
+    def __init__(self, node: Node, run: LocatedRun, job: TrainingJob, events: EventLog) -> None:
+        self._node = node
+        self._run = run
+        self._job = job
+        self._events = events
+        self._manifest = run.signed.manifest
+        self._layout = FlatLayout.of(parameter_specs(self._manifest.model.config()))
+        self._rng = random.Random(node.identity.peer_id + run.signed.run_id)
+        self._library = SnapshotLibrary(self._layout)
+        self._membership = Membership(
+            node.endpoint,
+            node.identity,
+            run.signed.run_id,
+            discovery=node.discovery,
+            rng=random.Random(self._rng.random()),
+            addresses=node.addresses,
+        )
+        self._slabs = Slabs.create(self._layout.size)
+        self._link = TrainerLink(self._slabs, self._on_trainer_message)
+        self._donor = Donor(
+            node.endpoint,
+            run_id=run.signed.run_id,
+            library=self._library,
+            blobs=node.blobs,
+            offload=trio.to_thread.run_sync,
+            newest=self._newest_donation,
+        )
+        self._joiner = Joiner(
+            node.endpoint,
+            run_id=run.signed.run_id,
+            library=self._library,
+            blobs=node.blobs,
+            offload=trio.to_thread.run_sync,
+        )
+        mixer = self._manifest.mixer
+        self._exchanger = Exchanger(
+            node.endpoint,
+            config=ExchangeConfig(
+                run_id=run.signed.run_id,
+                staleness_cutoff=mixer.staleness_cutoff,
+                outer_gain=(mixer.gamma or mixer.beta) / (1.0 - mixer.alpha),
+                transfer_deadline_s=self._transfer_deadline_s(),
+            ),
+            trainer=self._link,
+            partners=self,
+            blobs=node.blobs,
+            library=self._library,
+            rng=random.Random(self._rng.random()),
+            offload=trio.to_thread.run_sync,
+        )
+        self._exchanger.on_report = self._on_report
+        self._state = PeerState.WATCHING
+        self._round_steps = self._manifest.round.inner_steps or 1
+        self._finished: control.Finished | None = None
+        self._final: Snapshot | None = None
+        self._settled = trio.Event()  # finished, stopped or dead
+        self._stop_wanted = False
+        self.status = Status(total_steps=self._manifest.optimizer.total_steps)
+        self.on_status: Callable[[Status], None] = lambda status: None
+        self.on_notice: Callable[[str], None] = lambda line: None
+        self.on_transfer: Callable[[int, int], None] = lambda done, total: None
+
+    # ----------------------------------------------------------------------------------------------- the life of a peer
+
+    async def run(self) -> Result:
+        """Runs the peer until the run is over or `stop` was called."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._publish()
+                await nursery.start(self._membership.run)
+                nursery.start_soon(self._announce)
+                start = await self._prepare_start()
+                nursery.start_soon(self._publish_regularly)
+                nursery.start_soon(self._train, start)
+                nursery.start_soon(self._exchanger.run)
+                nursery.start_soon(self._catch_up_when_stale)
+                await self._settled.wait()
+                self._exchanger.stopped = True
+                result = await self._merge_with_others() if self._finished else self._left_early()
+                self._link.stop()
+                await self._link.ended.wait()
+                with trio.move_on_after(3.0, shield=True):
+                    await self._membership.goodbye()
+                nursery.cancel_scope.cancel()
+            return result
+        finally:
+            self._slabs.close()
+
+    def stop(self) -> None:
+        """Leaves as soon as the trainer has finished its step and saved."""
+        self._stop_wanted = True
+        self._exchanger.stopped = True
+        if self._finished:
+            self._settled.set()
+        self._link.stop()
+
+    async def _train(self, start: Callable[[int], control.Start]) -> None:
+        try:
+            await self._link.run(start)
+        finally:
+            self._settled.set()
+
+    async def _announce(self) -> None:
+        await announce(self._node, self._run)
+
+    # ------------------------------------------------------------------------------------------------ getting weights
+
+    async def _prepare_start(self) -> Callable[[int], control.Start]:
+        """Decides where the replica starts: own checkpoint, a donor's snapshot, or the genesis."""
+        await trio.to_thread.run_sync(self._adopt_genesis_as_base)
+        donors = await self._first_look()
+        if self._job.resume:
+            return self._start("checkpoint", 0)
+        if donors:
+            try:
+                donation = await self._joiner.fetch(
+                    donors, deadline_s=self._transfer_deadline_s(), progress=self.on_transfer
+                )
+            except NoDonor as error:
+                if not all("not-ready" in reason for reason in error.reasons):
+                    raise UserError(
+                        f"no donor delivered its weights: {error}; try again, or join with other --peer addresses",
+                        ExitCode.NO_PEER,
+                    ) from None
+            else:
+                self._library.add(donation.snapshot)
+                self._link.fill_partner_slot(donation.snapshot.bits)
+                self.on_notice(f"weights received at step {donation.step} of {self.status.total_steps}")
+                return self._start("slot", donation.step)
+        await trio.to_thread.run_sync(self._job.genesis.tofile, self._job.workspace.genesis)
+        self.on_notice("starting from the run's genesis")
+        return self._start("file", 0)
+
+    def _adopt_genesis_as_base(self) -> None:
+        self._library.add(take_snapshot(self._layout, fp32_to_bf16(self._job.genesis)))
+
+    async def _first_look(self) -> list[Contact]:
+        """Waits a moment for members to appear; returns those that train and have closed a round, furthest first."""
+        await self._wait_until(lambda: bool(self._training_members()), FIRST_LOOK_S)
+        finished = [m for m in self._membership.live() if m.state is PeerState.FINISHED]
+        training = self._training_members()
+        if finished and not training and not self._job.resume:
+            name = self._manifest.name
+            raise UserError(
+                f"run {name} has ended; take its model home with: swarmtrain export --run-id {name} --peer …",
+                ExitCode.NO_RUN,
+            )
+        known = sorted(((decode_status(m.status).step, m) for m in training), key=lambda pair: -pair[0])
+        return [member.contact for step, member in known if step > self._round_steps]
+
+    def _start(self, weights: str, step: int) -> Callable[[int], control.Start]:
+        job = self._job
+
+        def make(slabs_fd: int) -> control.Start:
+            return msgspec.convert(
+                {
+                    "type": "Start",
+                    "manifest": self._run.signed.encode(),
+                    "peer_id": bytes(self._node.identity.peer_id),
+                    "slabs_fd": slabs_fd,
+                    "token_file": job.token_file,
+                    "token_dtype": job.token_dtype,
+                    "validation_file": str(job.workspace.validation),
+                    "device": job.device,
+                    "threads": job.threads,
+                    "checkpoint_directory": str(job.workspace.checkpoints),
+                    "checkpoint_interval_s": job.checkpoint_interval_s,
+                    "weights": weights,
+                    "weights_file": str(job.workspace.genesis),
+                    "step": step,
+                },
+                control.Start,
+            )
+
+        return make
+
+    async def _catch_up_when_stale(self) -> None:
+        """Takes a donor's snapshot when the swarm has gone on without us for too long."""
+        while True:
+            await self._exchanger.catch_up_wanted.wait()
+            self._exchanger.catch_up_wanted = trio.Event()
+            lag = staleness_in_rounds(self.swarm_step() or 0, self.status.step, self._round_steps)
+            if lag <= self._manifest.mixer.staleness_cutoff:
+                continue  # one peer's claim only: the swarm as a whole is not ahead
+            donors = [m.contact for m in self._training_members()]
+            self._rng.shuffle(donors)
+            try:
+                donation = await self._joiner.fetch(donors, deadline_s=self._transfer_deadline_s())
+            except NoDonor as error:
+                logger.warning("no donor to catch up from: %s", error)
+                continue
+            self._library.add(donation.snapshot)
+            await self._link.adopt(donation.snapshot.bits, donation.step)
+            self.on_notice(f"caught up with the swarm at step {donation.step}")
+            self._events.write("caught-up", step=donation.step)
+
+    # --------------------------------------------------------------------------------------------------------- partners
+
+    def candidates(self) -> list[Contact]:
+        """`Partners`: live training peers."""
+        return [member.contact for member in self._training_members()]
+
+    def contact(self, peer_id: bytes) -> Contact:
+        """`Partners`: how to reach a peer that has contacted us; its connection is open in any case."""
+        for member in self._membership.members():
+            if member.contact.peer_id == peer_id:
+                return member.contact
+        return Contact(peer_id, ())
+
+    def swarm_step(self) -> int | None:
+        """`Partners`: the median step of the other live training peers."""
+        steps = [decode_status(member.status).step for member in self._training_members()]
+        return int(statistics.median(steps)) if steps else None
+
+    def members(self) -> list[Member]:
+        """Everyone known, for displays."""
+        return self._membership.members()
+
+    def _training_members(self) -> list[Member]:
+        return [member for member in self._membership.live() if member.state is PeerState.TRAINING]
+
+    # ------------------------------------------------------------------------------------------------ status and events
+
+    def _on_trainer_message(self, message: ToNode) -> None:
+        match message:
+            case control.Ready():
+                self._state = PeerState.TRAINING
+                self._update(step=message.step, validation_loss=message.validation_loss)
+                self._events.write(
+                    "ready",
+                    step=message.step,
+                    validation_loss=message.validation_loss,
+                    device=message.device,
+                    resumed_from=message.resumed_from,
+                )
+            case control.Progress():
+                busy_s = message.train_s + message.exchange_s
+                self._update(
+                    step=message.step,
+                    loss=message.loss,
+                    tokens_total=message.tokens_total,
+                    tokens_per_s=message.tokens_per_s,
+                    exchange_share=message.exchange_s / busy_s if busy_s > 0 else 0.0,
+                )
+                self._events.write("progress", **msgspec.structs.asdict(message))
+            case control.Evaluated() if self._finished is None:
+                self._update(validation_loss=message.validation_loss)
+                self._events.write("evaluated", step=message.step, validation_loss=message.validation_loss)
+            case control.RoundClosed():
+                self._round_steps = max(1, message.round_steps)
+                self._events.write("round", step=message.step, round=message.round, steps=message.round_steps)
+            case control.Saved():
+                self._events.write("saved", step=message.step, path=message.path)
+            case control.Finished():
+                self._finished = message
+                self._update(step=message.step, validation_loss=message.validation_loss)
+                self._events.write("finished", step=message.step, validation_loss=message.validation_loss)
+                self._settled.set()
+            case control.Stopped():
+                self._update(step=message.step)
+            case _:
+                pass
+
+    def _on_report(self, report: Report) -> None:
+        if report.outcome == "mixed":
+            self._update(
+                exchanges=self.status.exchanges + 1, last_partner=report.partner[:4], staleness=report.staleness
+            )
+        elif report.outcome not in ("busy", "too-soon", "not-ready"):
+            self._update(rejected=self.status.rejected + 1)
+        self._events.write(
+            "exchange",
+            partner=short(report.partner),
+            initiated=report.initiated,
+            outcome=report.outcome,
+            staleness=report.staleness,
+            weight=report.weight,
+            clipped=report.clipped,
+            patch=report.patch,
+            payload_bytes_sent=report.payload_bytes_sent,
+            payload_bytes_received=report.payload_bytes_received,
+            seconds=round(report.seconds, 3),
+        )
+
+    def _update(self, **values: object) -> None:
+        self.status = msgspec.structs.replace(self.status, **values)
+        self.on_status(self.status)
+
+    def _publish(self) -> None:
+        stats = self._node.endpoint.stats
+        self.status = msgspec.structs.replace(
+            self.status, bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received
+        )
+        self._membership.publish(self._state, self.status.encode())
+
+    async def _publish_regularly(self) -> None:
+        while True:
+            await trio.sleep(STATUS_INTERVAL_S)
+            self._publish()
+
+    def _newest_donation(self) -> Donation | None:
+        if self._finished is not None:
+            return None
+        closed = self._link.latest()
+        if closed is None:
+            return None
+        try:
+            return Donation(take_snapshot(self._layout, closed.bits), closed.step, self.status.tokens_total)
+        finally:
+            self._link.release(closed)
+
+    def _transfer_deadline_s(self) -> float:
+        return TRANSFER_SLACK_S + 2 * self._layout.size / SLOWEST_LINK_BYTES_PER_S
+
+    # ------------------------------------------------------------------------------------------------ the end of a run
+
+    def _left_early(self) -> Result:
+        return Result(finished=False, step=self.status.step, validation_loss=self.status.validation_loss)
+
+    async def _merge_with_others(self) -> Result:
+        """Waits a while for the others to finish, merges their replicas with ours, and writes the model."""
+        assert self._finished is not None
+        finished = self._finished
+        self._final = await trio.to_thread.run_sync(take_snapshot, self._layout, self._slabs.slot(finished.slot))
+        payload = await self._donor.encode(self._final, [])
+        final = FinalReplica(self._final.hash, payload.blob, payload.size_bytes, finished.tokens_total)
+        self._state = PeerState.FINISHED
+        self._update(final=final)
+        self._publish()
+        await self._wait_until(self._nobody_trains, self._job.linger_s)
+        replicas = [WeightedReplica(self._final.bits, finished.tokens_total)]
+        replicas += await self._fetch_finals()
+        merge = await trio.to_thread.run_sync(merge_replicas, replicas)
+        loss = await self._link.evaluate(fp32_to_bf16(merge.weights))
+        await trio.to_thread.run_sync(self._export, merge, loss)
+        self._events.write("merged", replicas=merge.replicas, spread=merge.spread, validation_loss=loss)
+        self._update(merged=True)
+        self._publish()
+        await self._wait_until(self._all_have_merged, self._job.linger_s)
+        return Result(
+            finished=True,
+            step=finished.step,
+            validation_loss=finished.validation_loss,
+            merge=merge,
+            merged_validation_loss=loss,
+        )
+
+    async def _wait_until(self, holds: Callable[[], bool], deadline_s: float) -> None:
+        """Waits for something to become true of the membership, which changes by gossip and by expiry."""
+        with trio.move_on_after(deadline_s):
+            while not self._stop_wanted and not holds():  # noqa: ASYNC110  # expiry is time, not an event
+                await trio.sleep(POLL_INTERVAL_S)
+
+    def _nobody_trains(self) -> bool:
+        return not self._training_members()
+
+    def _all_have_merged(self) -> bool:
+        """False while someone may still need our final replica."""
+        finished = [member for member in self._membership.live() if member.state is PeerState.FINISHED]
+        return all(decode_status(member.status).merged for member in finished)
+
+    async def _fetch_finals(self) -> list[WeightedReplica]:
+        finals = [
+            (member, status.final)
+            for member in self._membership.live()
+            if (status := decode_status(member.status)).final is not None
+        ]
+        self._rng.shuffle(finals)
+        replicas = []
+        for member, final in finals[: MAX_MERGED_REPLICAS - 1]:
+            assert final is not None
+            payload = Payload(final.snapshot, b"", final.blob, final.size_bytes)
+            try:
+                snapshot = await self._joiner.fetch_payload(
+                    payload, member.contact, deadline_s=self._transfer_deadline_s()
+                )
+            except (PeerError, PayloadInvalid) as error:
+                logger.warning("final replica of %s not merged: %s", short(member.contact.peer_id), error)
+                continue
+            # A peer's own count of its tokens may weigh at most as much as the whole run's schedule allows.
+            replicas.append(WeightedReplica(snapshot.bits, min(final.tokens, self._most_tokens())))
+        return replicas
+
+    def _most_tokens(self) -> int:
+        config = self._manifest.optimizer
+        per_step = config.batch_size * config.grad_accumulation * self._manifest.model.context_length
+        return config.total_steps * per_step
+
+    def _export(self, merge: Merge, validation_loss: float) -> None:
+        state = {span.name: merge.weights[span.start : span.stop].reshape(span.shape) for span in self._layout.spans}
+        card = ExportCard(
+            run_name=self._manifest.name,
+            run_id=self._run.signed.run_id,
+            peers=merge.replicas,
+            tokens=merge.tokens,
+            merge="token-weighted mean of the final replicas",
+            spread=merge.spread,
+            validation_loss=validation_loss if math.isfinite(validation_loss) else None,
+            command=f"swarmtrain join --run-id {self._manifest.name} --peer HOST:PORT",
+            swarmtrain_version=__version__,
+        )
+        export_model(self._job.workspace.model, state, self._manifest.model.config(), card)
