@@ -6,7 +6,7 @@
 
 from swarm_compression.container import Codec, PatchInfo, describe
 from swarm_compression.dense import decode_dense, encode_dense, stream_dense
-from swarm_compression.digest import Digest, digest_state, layout_hash, state_hash
+from swarm_compression.digest import Digest, digest_state, hash_tensor, layout_hash, state_hash
 from swarm_compression.errors import (
     CodecError,
     CorruptPatch,
@@ -17,7 +17,7 @@ from swarm_compression.errors import (
 )
 from swarm_compression.estimate import count_visible, estimate_patch_size
 from swarm_compression.limits import DEFAULT_LIMITS, Limits
-from swarm_compression.patch import Level, apply_patch, encode_patch, stream_patch
+from swarm_compression.patch import Level, apply_patch, apply_patch_in_place, encode_patch, stream_patch
 from swarm_compression.tensors import Layout, State, TensorSpec
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "UnsupportedFormat",
     "WrongBase",
     "apply_patch",
+    "apply_patch_in_place",
     "count_visible",
     "decode_dense",
     "describe",
@@ -44,6 +45,7 @@ __all__ = [
     "encode_dense",
     "encode_patch",
     "estimate_patch_size",
+    "hash_tensor",
     "layout_hash",
     "state_hash",
     "stream_dense",

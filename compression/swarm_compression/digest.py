@@ -52,10 +52,15 @@ class Digest:
         return cls(hashes, whole.digest())
 
 
+def hash_tensor(state: State, spec: TensorSpec) -> bytes:
+    """Return the 32-byte hash of the raw bytes of one tensor. Raises LayoutMismatch."""
+    return tensor_hash(flat_bits(state, spec))
+
+
 def digest_state(state: State, layout: Layout | None = None) -> Digest:
     """Hash every tensor of `state`. Raises LayoutMismatch if `layout` is given and does not fit."""
     layout = layout or Layout.of(state)
-    return Digest.combine(layout, (tensor_hash(flat_bits(state, spec)) for spec in layout))
+    return Digest.combine(layout, (hash_tensor(state, spec) for spec in layout))
 
 
 def state_hash(state: State, layout: Layout | None = None) -> bytes:

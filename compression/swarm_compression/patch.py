@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ from swarm_compression.tensors import Bits, Layout, State, check_same_tensors, f
 from swarm_compression.wire import Reader
 
 Level = Literal["fast", "default", "best"]
+Progress = Callable[[int], None]
 EFFORTS = {"fast": Effort(1), "default": Effort(8), "best": Effort(24)}
 # A section is closed when it holds this many coded symbols or elements: large enough that the tables of the
 # entropy coder weigh nothing, small enough that the working memory does too.
@@ -68,8 +70,12 @@ def stream_patch(
     absolute: bool = False,
     new_digest: Digest | None = None,
     base_digest: Digest | None = None,
+    on_progress: Progress | None = None,
 ) -> Iterator[bytes]:
-    """Yield the bytes of `encode_patch` piece by piece; both states must stay unchanged meanwhile."""
+    """Yield the bytes of `encode_patch` piece by piece; both states must stay unchanged meanwhile.
+
+    `on_progress` is told the number of elements of each slice that is looked at (tensors that changed only).
+    """
     layout = layout or Layout.of(new)
     check_same_tensors(new, layout)
     check_same_tensors(base, layout)
@@ -92,6 +98,8 @@ def stream_patch(
     pending: Pending | None = None
     for span in slices(layout, table.coded):
         kind, part = layout[span.tensor].kind, slice(span.start, span.stop)
+        if on_progress:
+            on_progress(span.elements)
         piece = compare(new_bits[span.tensor][part], base_bits[span.tensor][part])
         if pending and (
             pending.kind is not kind
@@ -141,39 +149,91 @@ def apply_patch(
     out. Raises WrongBase (recoverable: the patch is for another state), LayoutMismatch, LimitExceeded or
     CorruptPatch; nothing else, whatever the bytes are.
     """
-    reader = Reader(patch)
-    header = read_header(reader, limits)
-    if header.codec is not Codec.PATCH or header.base_hash is None:
-        raise CorruptPatch("not a patch")
-    table = read_table(reader, header.tensors)
-    layout = layout or Layout.of(base)
-    check_same_tensors(base, layout)
-    expect_layout(header, table, layout)
-    base_digest = base_digest or digest_state(base, layout)
-    found = base_digest.state_hash
-    idempotent = bool(header.flags & Flag.IDEMPOTENT)
-    if found not in (header.base_hash, header.result_hash) and not idempotent:
-        raise WrongBase(header.base_hash, found)
-    result = {spec.name: np.array(base[spec.name], order="C") for spec in layout}
-    if found == header.result_hash:
-        return result
-    targets = [flat_bits(result, spec) for spec in layout]
-    apply_sections(reader, layout, table, targets, limits)
-    try:
-        verify_result(header, layout, table, targets, base_digest.tensor_hashes)
-    except CorruptPatch:
-        if found != header.base_hash:
-            raise WrongBase(header.base_hash, found) from None
-        raise
+    opened = _Opened.read(patch, base, layout, base_digest, limits)
+    result = {spec.name: np.array(base[spec.name], order="C") for spec in opened.layout}
+    opened.apply(result, limits)
     return result
 
 
-def apply_sections(reader: Reader, layout: Layout, table: Table, targets: list[Bits], limits: Limits) -> None:
+def apply_patch_in_place(
+    patch: bytes | memoryview,
+    state: State,
+    *,
+    layout: Layout | None = None,
+    base_digest: Digest | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    on_progress: Progress | None = None,
+) -> None:
+    """Turn `state` into the patch's result without a second copy of it; its arrays must be contiguous and writable.
+
+    Raises what `apply_patch` raises. WrongBase and LayoutMismatch leave the state as it was, but after CorruptPatch
+    or LimitExceeded it may be half changed: work on a copy (a file, say) that can be thrown away.
+    """
+    _Opened.read(patch, state, layout, base_digest, limits).apply(state, limits, on_progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A patch whose header fits the state at hand."""
+
+    reader: Reader
+    header: Header
+    table: Table
+    layout: Layout
+    digest: Digest
+
+    @classmethod
+    def read(
+        cls,
+        patch: bytes | memoryview,
+        base: State,
+        layout: Layout | None,
+        digest: Digest | None,
+        limits: Limits,
+    ) -> _Opened:
+        reader = Reader(patch)
+        header = read_header(reader, limits)
+        if header.codec is not Codec.PATCH or header.base_hash is None:
+            raise CorruptPatch("not a patch")
+        table = read_table(reader, header.tensors)
+        layout = layout or Layout.of(base)
+        check_same_tensors(base, layout)
+        expect_layout(header, table, layout)
+        digest = digest or digest_state(base, layout)
+        if digest.state_hash not in (header.base_hash, header.result_hash) and not (header.flags & Flag.IDEMPOTENT):
+            raise WrongBase(header.base_hash, digest.state_hash)
+        return cls(reader, header, table, layout, digest)
+
+    def apply(self, state: State, limits: Limits, on_progress: Progress | None = None) -> None:
+        """Change `state`, which holds the digested base, and verify the result."""
+        found = self.digest.state_hash
+        if found == self.header.result_hash:
+            return
+        targets = [flat_bits(state, spec) for spec in self.layout]
+        apply_sections(self.reader, self.layout, self.table, targets, limits, on_progress)
+        try:
+            verify_result(self.header, self.layout, self.table, targets, self.digest.tensor_hashes)
+        except CorruptPatch:
+            if self.header.base_hash is not None and found != self.header.base_hash:
+                raise WrongBase(self.header.base_hash, found) from None
+            raise
+
+
+def apply_sections(
+    reader: Reader,
+    layout: Layout,
+    table: Table,
+    targets: list[Bits],
+    limits: Limits,
+    on_progress: Progress | None = None,
+) -> None:
     """Apply every section to `targets` in place, then the references between tensors."""
     cursor = Cursor(layout, table.coded)
     for section in read_sections(reader):
         kind, spans = cursor.take(section.elements)
         apply_section(section, kind, spans, targets, limits)
+        if on_progress:
+            on_progress(section.elements)
     if not cursor.exhausted:
         raise CorruptPatch("sections missing")
     for index, target in table.same_as.items():
