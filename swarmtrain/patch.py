@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from swarmtrain.errors import Incompatible, UserError, one_line
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def patch() -> None:
 def diff(old: Path, new: Path, output: Path, level: Any, absolute: bool) -> None:  # noqa: ANN401
     """Write what turns OLD into NEW, exact to the bit."""
     from swarm_compression import LayoutMismatch, describe, stream_patch
+
     from swarmtrain.durable import write_durably
 
     with _mapped(old) as (base, base_layout), _mapped(new) as (target, layout):
@@ -84,6 +86,7 @@ def apply(old: Path, patch_file: Path, output: Path) -> None:
     Header metadata and the order of tensors are OLD's.
     """
     from swarm_compression import CodecError, LayoutMismatch, WrongBase, apply_patch_in_place
+
     from swarmtrain.durable import TEMPORARY_SUFFIX, sync_folder
 
     temporary = output.with_name(output.name + TEMPORARY_SUFFIX)
@@ -152,6 +155,7 @@ def _mapped(path: Path, *, writable: bool = False) -> Iterator[tuple[State, Layo
     """Map a safetensors file: its tensors as arrays of bit patterns over the file, and their layout."""
     import numpy as np
     from swarm_compression import Layout, TensorSpec
+
     from swarmtrain.tensor_file import TensorFileError, read_entries
 
     try:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
-from swarmtrain.errors import Incompatible, UserError
 
+from swarmtrain.errors import Incompatible, UserError
 from swarmtrain.patch import patch
 
 
