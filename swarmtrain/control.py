@@ -38,7 +38,6 @@ class Start(ControlMessage):
     slabs_fd: int
     token_file: str
     token_dtype: str
-    token_hash: str
     validation_file: str
     device: str
     threads: int

@@ -92,6 +92,7 @@ class TrainerLink:
         self._slabs = slabs
         self._on_message = on_message
         self._stream: trio.SocketStream | None = None
+        self._process: trio.Process | None = None
         self._send_lock = trio.Lock()
         self._outbox_send, self._outbox = trio.open_memory_channel[control.ControlMessage](math.inf)
         self._changed = trio.Condition()
@@ -121,14 +122,16 @@ class TrainerLink:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
             )
+        self._process = process
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
         last: ToNode | None = None
         stderr_tail: list[bytes] = []
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._collect_stderr, process, stderr_tail)
+                # First of all messages, whatever has been said already.
+                await self._stream.send_all(control.encode(start(self._slabs.fd)))
                 nursery.start_soon(self._write_outbox)
-                self._outbox_send.send_nowait(start(self._slabs.fd))
                 task_status.started()
                 last = await self._read_messages()
                 with trio.move_on_after(STOP_DEADLINE_S):
@@ -154,6 +157,16 @@ class TrainerLink:
             )
             raise UserError(f"the trainer process ended unexpectedly (status {process.returncode}): {why}")
         return last
+
+    @property
+    def pid(self) -> int | None:
+        """The trainer's process id while it runs."""
+        return None if self._process is None else self._process.pid
+
+    def disconnect(self) -> None:
+        """Closes the control channel, as the node's death would."""
+        if self._stream is not None:
+            self._stream.socket.close()
 
     def stop(self) -> None:
         """Asks the trainer to save and leave."""
@@ -256,7 +269,7 @@ class TrainerLink:
         try:
             async for message in self._outbox:
                 await self._stream.send_all(control.encode(message))
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the trainer is gone; the reader says so
 
     async def _read_messages(self) -> ToNode | None:
@@ -270,7 +283,7 @@ class TrainerLink:
                     await self._take(message)
                     if isinstance(message, control.Finished | control.Stopped | control.Failed):
                         last = message
-        except trio.BrokenResourceError:
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         return last
 
