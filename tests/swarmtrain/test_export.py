@@ -276,3 +276,22 @@ def test_missing_and_broken_files_are_one_line(folder: Path, tmp_path: Path) -> 
     (folder / "config.json").write_text("[" * 99_999)
     with pytest.raises(ExportError, match="not a JSON object"):
         load_export(folder)
+
+
+@pytest.mark.filterwarnings("default")  # the warnings of another library are not ours to mend
+def test_transformers_loads_the_folder_with_equal_logits_and_ids(
+    folder: Path, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = LanguageModel(CONFIG)
+    load_weights(model, {name: torch.from_numpy(array) for name, array in state.items()})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(8).view(1, 8) * 31
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    assert list(dict(theirs.named_parameters())) == list(state)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("def f():\n\treturn  1", "ä € 😀\0Ā<eos>", ""):
+        assert tokenizer(text)["input_ids"] == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
