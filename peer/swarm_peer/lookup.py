@@ -20,6 +20,8 @@ from enum import Enum
 from typing import Final
 
 from swarm_peer.addresses import Address, Contact
+from swarm_peer.errors import RecordInvalid
+from swarm_peer.records import AgedRecord, check_placement, supersedes
 from swarm_peer.routing import distance, pick_diverse
 
 CONTACTS_PER_REPLY: Final = 20
@@ -149,7 +151,9 @@ class Lookup:
         return usable[: self._params.k]
 
     def _has_failed(self, contact: Contact) -> bool:
-        """True if the peer failed at just these addresses: a liar's wrong address on one path spoils no other."""
+        """True if the peer failed at just these addresses: a liar's wrong address on one path spoils no
+        other.
+        """
         if self._progress.get(contact.peer_id) is not _Progress.FAILED:
             return False
         return contact.addresses in self._failed_at[contact.peer_id]
@@ -177,3 +181,59 @@ class Lookup:
 
     def _distance(self, contact: Contact) -> int:
         return distance(contact.peer_id, self.target)
+
+
+class RecordCollector:
+    """Gathers the records under one key from many holders; keeps the newest of each author.
+
+    Every distinct statement is verified once. A holder that returns an invalid record counts as failed
+    altogether.
+    """
+
+    AUTHORS_CAP: Final = 1024
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._newest: dict[bytes, AgedRecord] = {}
+        self._verified: set[bytes] = set()
+        self._held: list[tuple[Contact, dict[bytes, int]]] = []
+
+    def take(self, holder: Contact | None, records: Iterable[AgedRecord]) -> None:
+        """Takes one holder's answer; None for our own store. Raises `RecordInvalid` and then keeps nothing of
+        it.
+        """
+        records = [aged for aged in records if aged.remaining_s > 0]
+        for aged in records:
+            content = aged.record.content_hash()
+            if content not in self._verified:
+                if aged.record.key != self._key:
+                    raise RecordInvalid("wrong-key")
+                check_placement(aged.record)
+                aged.record.verify()
+                self._verified.add(content)
+        for aged in records:
+            author = aged.record.author()
+            newest = self._newest.get(author)
+            if newest is None:
+                if len(self._newest) < self.AUTHORS_CAP:
+                    self._newest[author] = aged
+            elif supersedes(aged.record, newest.record):
+                self._newest[author] = aged
+            elif not supersedes(newest.record, aged.record) and aged.age_ms > newest.age_ms:
+                # The same statement: believe the longer age, so that a copy is never younger than the original.
+                self._newest[author] = aged
+        if holder is not None:
+            self._held.append((holder, {aged.record.author(): aged.record.seq for aged in records}))
+
+    def records(self) -> list[AgedRecord]:
+        """The newest record of each author, the most recently made first."""
+        return sorted(self._newest.values(), key=lambda aged: aged.age_ms)
+
+    def outdated(self) -> list[tuple[Contact, AgedRecord]]:
+        """Who holds an older record than the newest of the same author, and the record to push there."""
+        return [
+            (holder, self._newest[author])
+            for holder, seqs in self._held
+            for author, seq in seqs.items()
+            if author in self._newest and seq < self._newest[author].record.seq
+        ]

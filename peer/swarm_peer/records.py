@@ -235,3 +235,19 @@ def says_left(record: SignedRecord) -> bool:
 def age_record(record: SignedRecord, age_s: float) -> AgedRecord:
     """Pairs a record with its age, rounded up so that rounding never makes it younger."""
     return AgedRecord(record, min(max(math.ceil(age_s * 1000), 0), AGE_CAP_MS))
+
+
+def check_placement(record: SignedRecord) -> PeerPayload | RunPayload:
+    """The decoded payload of a DHT record whose key is the one that its payload calls for.
+
+    Raises `RecordInvalid`. Without this check anybody could fill any key with valid records.
+    """
+    if record.kind == "run":
+        run = decode_run(record)
+        if record.key not in (run_key(run.name), index_key()):
+            raise RecordInvalid("wrong-key")
+        return run
+    peer = decode_peer(record)
+    if record.key != peers_key(peer.run_id):
+        raise RecordInvalid("wrong-key")
+    return peer
