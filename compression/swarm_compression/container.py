@@ -213,14 +213,15 @@ def describe(data: bytes | memoryview, *, limits: Limits = DEFAULT_LIMITS) -> Pa
     """Say what `data` is without decoding it. Raises CorruptPatch or LimitExceeded."""
     reader = Reader(data)
     header = read_header(reader, limits)
-    table = read_table(reader, header.tensors)
+    # A displacement has no table: there is nothing per tensor to say.
+    coded = header.tensors if header.codec is Codec.TOP_K else len(read_table(reader, header.tensors).coded)
     visible = sum(section.visible for section in read_sections(reader))
     return PatchInfo(
         codec=header.codec,
         version=VERSION,
         idempotent=bool(header.flags & Flag.IDEMPOTENT),
         tensors=header.tensors,
-        coded_tensors=len(table.coded),
+        coded_tensors=coded,
         state_bytes=header.state_bytes,
         visible=visible,
         encoded_bytes=len(data),

@@ -33,3 +33,7 @@ class WrongBase(CodecError):
         super().__init__(f"the patch is relative to state {expected.hex()[:16]}…, not to {found.hex()[:16]}…")
         self.expected = expected
         self.found = found
+
+
+class NotFinite(CodecError):
+    """A lossy encoder was given NaN or infinity."""
