@@ -20,7 +20,7 @@ import click
 from swarmtrain import __version__
 from swarmtrain.commands import COMMANDS
 from swarmtrain.errors import ExitCode, UserError, contains, first_user_error, one_line
-from swarmtrain.logfile import state_folder
+from swarmtrain.logfile import open_log, state_folder
 
 _ENV_PREFIX = "SWARMTRAIN"
 
@@ -121,12 +121,12 @@ def _report(error: BaseException) -> int:
         return _say(known.message if stopped else f"error: {known.message}", known.exit_code)
     if contains(error, KeyboardInterrupt):
         return _say("stopped", ExitCode.INTERRUPTED)
+    where = _log_file() or open_log(state_folder(), "error")
     logging.getLogger("swarmtrain").critical("unexpected error", exc_info=error)
     first: BaseException = error
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     summary = one_line(f"{type(first).__name__}: {first}", 200)
-    where = _log_file()
     details = f"; details are in {where}" if where else " (no log file could be written)"
     return _say(f"internal error: {summary}{details}", ExitCode.ERROR)
 

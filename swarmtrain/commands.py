@@ -23,8 +23,8 @@ from swarmtrain.options import (
     ExportOptions,
     JoinOptions,
     MonitorOptions,
-    PatchOptions,
 )
+from swarmtrain.patch import patch
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -328,42 +328,6 @@ def demo(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     table, a line of text from the model and the path of the exported folder.
     """
     return _call("demo", "run_demo", DemoOptions(**obj, **values))
-
-
-@click.group(short_help="Make, apply and look into weight patches.")
-def patch() -> None:
-    """Make, apply and look into lossless BF16 patches between two sets of weights."""
-
-
-@patch.command("make")
-@click.argument("base", type=_ANY_PATH)
-@click.argument("target", type=_ANY_PATH)
-@click.argument("patch", type=_FILE)
-@_json
-@click.pass_obj
-def patch_make(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
-    """Write to PATCH what turns BASE into TARGET (safetensors files or folders)."""
-    return _call("patch", "run_patch", PatchOptions(**obj, action="make", **values))
-
-
-@patch.command("apply")
-@click.argument("base", type=_ANY_PATH)
-@click.argument("patch", type=_FILE)
-@click.argument("target", type=_ANY_PATH)
-@_json
-@click.pass_obj
-def patch_apply(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
-    """Apply PATCH to BASE and write TARGET, verified by its hash."""
-    return _call("patch", "run_patch", PatchOptions(**obj, action="apply", **values))
-
-
-@patch.command("show")
-@click.argument("patch", type=_FILE)
-@_json
-@click.pass_obj
-def patch_show(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
-    """Say what PATCH holds: tensors, density, bytes, hashes."""
-    return _call("patch", "run_patch", PatchOptions(**obj, action="show", **values))
 
 
 COMMANDS: tuple[click.Command, ...] = (demo, create, bootstrap, join, monitor, export, patch)

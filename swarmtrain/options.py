@@ -100,14 +100,3 @@ class DemoOptions(CommonOptions):
     peers: int = 3
     quick: bool = False  # a few steps only: does it run at all?
     keep: bool = False  # keep the peers' own folders and logs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PatchOptions(CommonOptions):
-    """``swarmtrain patch make|apply|show``."""
-
-    action: Literal["make", "apply", "show"]
-    base: Path | None = None  # safetensors file or folder
-    target: Path | None = None
-    patch: Path | None = None
-    json: bool = False

@@ -26,7 +26,8 @@ NAMES = ["demo", "create", "bootstrap", "join", "monitor", "export", "patch"]
 
 
 @pytest.fixture(autouse=True)
-def clean_logging() -> Iterator[None]:
+def clean_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     root = logging.getLogger()
     before = list(root.handlers)
     yield
@@ -56,7 +57,7 @@ def test_version() -> None:
     assert invoke("--version") == (0, f"swarmtrain {__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [[], *([name] for name in NAMES), ["patch", "make"]])
+@pytest.mark.parametrize("arguments", [[], *([name] for name in NAMES), ["patch", "diff"]])
 def test_help_fits_80_columns_and_teaches(arguments: list[str]) -> None:
     code, text = invoke(*arguments, "--help")
     assert code == 0
@@ -190,9 +191,12 @@ def test_a_defect_gives_one_line_and_its_traceback_goes_to_the_log(
     assert "test_cli.py" in text
 
 
-def test_no_log_file_is_no_reason_to_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_log_file_is_no_reason_to_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
     assert open_log(blocked, "join") is None
     run(lambda: fails(ZeroDivisionError("by zero")))
     assert "no log file could be written" in capsys.readouterr().err
