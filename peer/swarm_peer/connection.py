@@ -139,6 +139,7 @@ class Connection:
         self._last_active = now
         self._bye_at: float | None = None
         self._remote_bye: int | None = None
+        self._last_word = ByeCode.SHUTDOWN
         self._end: PeerError | None = None
         self._nursery: trio.Nursery | None = None
         self._wake = trio.Event()
@@ -182,21 +183,21 @@ class Connection:
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """The reply as parts, as they arrive; the sender waits when they are not taken."""
         async with self._opened(method, body, deadline, is_streamed=True) as (stream_id, pending):
-            yield self._parts(stream_id, pending)
+            yield _Parts(self, stream_id, pending)
 
-    async def _parts(self, stream_id: int, pending: _Pending) -> AsyncIterator[bytes]:
-        while True:
-            while pending.pieces:
-                piece = pending.pieces.popleft()
-                self._mux.grant(stream_id, len(piece))
-                self._wake_writer()
-                yield piece
+    async def _next_part(self, stream_id: int, pending: _Pending) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        while not pending.pieces:
             if pending.has_ended:
                 if pending.error is not None:
                     raise pending.error
-                return
+                return None
             pending.changed = trio.Event()
             await pending.changed.wait()
+        piece = pending.pieces.popleft()
+        self._mux.grant(stream_id, len(piece))
+        self._wake_writer()
+        return piece
 
     @contextlib.asynccontextmanager
     async def _opened(
@@ -234,7 +235,7 @@ class Connection:
 
     def abort(self, code: ByeCode, reason: str) -> None:
         """Ends the connection now; calls under way fail."""
-        self._mux.say_bye(code)
+        self._last_word = code
         self._finish(Disconnected(reason))
 
     async def run(self) -> PeerError:
@@ -273,15 +274,14 @@ class Connection:
 
     async def _say_last_words(self, end: PeerError) -> None:
         """Tells the remote why, if the link takes it at once, and closes."""
-        code = ByeCode.VIOLATION if isinstance(end, ProtocolError) else ByeCode.SHUTDOWN
+        code = ByeCode.VIOLATION if isinstance(end, ProtocolError) else self._last_word
         with trio.CancelScope(shield=True):
             with (
                 trio.move_on_after(_LAST_WORDS_S),
                 contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError),
             ):
-                if not self._is_mid_send and self._remote_bye is None:
-                    self._mux.say_bye(code)
-                    await self.channel.stream.send_all(self._mux.next_output(_MIN_OUTPUT_BYTES).data)
+                if not self._is_mid_send and (words := self._mux.last_words(code)):
+                    await self.channel.stream.send_all(words)
             with trio.move_on_after(_LAST_WORDS_S):
                 await self.channel.stream.aclose()
 
@@ -547,19 +547,38 @@ class _Sender:
             await connection._wait_for_progress(self._serving)
 
 
+class _Parts:
+    """The parts of a streamed reply, in order."""
+
+    def __init__(self, connection: Connection, stream_id: int, pending: _Pending) -> None:
+        self._connection = connection
+        self._stream_id = stream_id
+        self._pending = pending
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        part = await self._connection._next_part(self._stream_id, self._pending)
+        if part is None:
+            raise StopAsyncIteration
+        return part
+
+
 class _Pace:
     """How much to send at a time: about 10 ms of what the link takes, so that urgent frames wait little."""
 
     def __init__(self) -> None:
         self.output_bytes = 4 * _MIN_OUTPUT_BYTES
-        self._rate: float | None = None
+        self._s_per_byte: float | None = None
 
     def sent(self, size: int, elapsed_s: float) -> None:
         if size < _MIN_OUTPUT_BYTES:
             return
-        rate = size / max(elapsed_s, 1e-5)
-        self._rate = rate if self._rate is None else 0.7 * self._rate + 0.3 * rate
-        self.output_bytes = int(min(max(self._rate * 0.01, _MIN_OUTPUT_BYTES), _MAX_OUTPUT_BYTES))
+        # Averaging times, not rates, lets the first slow frame outweigh all that only filled a buffer.
+        latest = max(elapsed_s, 1e-5) / size
+        self._s_per_byte = latest if self._s_per_byte is None else 0.7 * self._s_per_byte + 0.3 * latest
+        self.output_bytes = int(min(max(0.01 / self._s_per_byte, _MIN_OUTPUT_BYTES), _MAX_OUTPUT_BYTES))
 
 
 def _fresh(end: PeerError) -> PeerError:

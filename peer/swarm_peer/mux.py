@@ -241,14 +241,21 @@ class Mux:
             self.bye_sent = True
             self._short_frames.append(encode_frame(FrameType.BYE, 0, bytes([code])))
 
+    def last_words(self, code: ByeCode) -> bytes:
+        """The goodbye of a connection that closes now, ahead of all that waits; nothing if it was said."""
+        if self.bye_sent:
+            return b""
+        self.bye_sent = True
+        return encode_frame(FrameType.BYE, 0, bytes([code]))
+
     # Time.
 
     def tick(self, now: float) -> None:
         """Sends a PING after silence; raises `Disconnected` when the silence has lasted too long."""
-        silence_s = now - self._last_received
-        if silence_s >= self.limits.keepalive_timeout_s:
-            raise Disconnected(f"nothing was heard for {silence_s:.0f} s")
-        if self._ping_sent is None and silence_s >= self.limits.keepalive_interval_s:
+        # The same sums as in `next_tick`: a difference could round to just below, and the driver would spin.
+        if now >= self._last_received + self.limits.keepalive_timeout_s:
+            raise Disconnected(f"nothing was heard for {now - self._last_received:.0f} s")
+        if self._ping_sent is None and now >= self._last_received + self.limits.keepalive_interval_s:
             self._ping_sent = now
             self._ping_count += 1
             self._short_frames.append(encode_frame(FrameType.PING, 0, struct.pack("!Q", self._ping_count)))

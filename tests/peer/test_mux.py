@@ -333,3 +333,14 @@ def test_random_conversations_deliver_every_byte_in_order(seed: int) -> None:
     assert len(whole) > 20
     for key in whole:
         assert got.get(key, b"") == sent[key]
+
+
+def test_a_tick_at_its_time_always_does_something() -> None:
+    rng = random.Random(3)
+    for _ in range(2000):
+        start = rng.random() * 1e6
+        dialer = Mux(is_dialer=True, now=start)
+        dialer.tick(dialer.next_tick)
+        assert dialer.has_output, "else a driver would spin"
+        with pytest.raises(Disconnected):
+            dialer.tick(dialer.next_tick)
