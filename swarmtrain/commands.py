@@ -309,7 +309,7 @@ def export(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
         _one_run(values["invite"], values["run"])
     elif values["invite"] is not None or values["run"] is not None:
         raise click.UsageError("Give either --checkpoint or a run, not both.")
-    return _call("export", "run_export", ExportOptions(**obj, **values))
+    return _call("export_run", "run_export", ExportOptions(**obj, **values))
 
 
 @click.command(short_help="See it work, on this machine alone.")

@@ -168,6 +168,8 @@ class TrainingPeer:
                 await self._link.ended.wait()
                 with trio.move_on_after(3.0, shield=True):
                     await self._membership.goodbye()
+                stats = self._node.endpoint.stats
+                self._events.write("left", bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received)
                 nursery.cancel_scope.cancel()
             return result
         finally:

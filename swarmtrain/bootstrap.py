@@ -1,0 +1,133 @@
+"""`swarmtrain bootstrap`: a long-running DHT peer that serves manifests and what they name, and trains nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import click
+import trio
+from swarm_peer.identity import Identity, short
+from swarm_peer.membership import Membership
+from swarm_peer.records import PeerState
+
+from swarmtrain.errors import ExitCode, UserError
+from swarmtrain.invite import Invite, contact_text, parse_entry_point
+from swarmtrain.manifest import SignedManifest
+from swarmtrain.naming import fingerprint
+from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.options import BootstrapOptions
+from swarmtrain.run_lookup import LocatedRun, announce
+from swarmtrain.run_package import blobs_folder, read_manifest_file
+from swarmtrain.status import Status
+from swarmtrain.workspace import acquire_identity
+
+PUBLISH_INTERVAL_S = 10.0
+
+
+def run_bootstrap(options: BootstrapOptions) -> int:
+    """Serves until Ctrl-C.  Returns the exit code; raises UserError."""
+    manifests = {path: read_manifest_file(path) for path in options.manifests}
+    key = options.identity or options.state / "bootstrap.pem"
+    with acquire_identity(options.state, key) as identity:
+        return trio.run(_serve, options, manifests, identity)
+
+
+async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest], identity: Identity) -> int:
+    entries = tuple(map(parse_entry_point, options.peers))
+    config = NodeConfig(listen=options.listen, announce=options.announce, entries=entries)
+    async with open_node(identity, config) as node:
+        if entries:
+            await reach_entries(node, entries, lambda line: click.echo(line, err=True))
+        runs = [await trio.to_thread.run_sync(_offer, node, path, signed) for path, signed in manifests.items()]
+        async with trio.open_nursery() as nursery:
+            _introduce(node, runs, as_json=options.json)
+            for run in runs:
+                nursery.start_soon(announce, node, run)
+                nursery.start_soon(_watch_run, node, run)
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for number in signals:
+                    click.echo("bootstrap peer leaves", err=True)
+                    nursery.cancel_scope.cancel()
+                    return 128 + number
+    return int(ExitCode.OK)
+
+
+def _offer(node: Node, path: Path, signed: SignedManifest) -> LocatedRun:
+    """Puts the manifest and the blobs that it names on offer."""
+    manifest = signed.manifest
+    validation = _read_blob(path, manifest.validation.blob, "validation text")
+    node.blobs.put(validation)
+    if manifest.genesis.weights is not None:
+        node.blobs.put(_read_blob(path, manifest.genesis.weights.blob, "genesis weights"))
+    return LocatedRun(signed, node.blobs.put(signed.encode()), (node.contact,), validation)
+
+
+def _read_blob(path: Path, name: str, what: str) -> bytes:
+    from swarm_peer.blobs import BlobId, BlobStore
+
+    folder = blobs_folder(path)
+    data = BlobStore(1 << 62, folder).get(BlobId(bytes.fromhex(name)))
+    if data is None:
+        raise UserError(
+            f"{folder} lacks the run's {what}; keep the folder beside {path.name} as `swarmtrain create` wrote it",
+            ExitCode.BAD_FOLDER,
+        )
+    return data
+
+
+async def _watch_run(node: Node, run: LocatedRun) -> None:
+    """Is a member of the run, so that peers meet here and monitors can ask."""
+    membership = Membership(
+        node.endpoint,
+        node.identity,
+        run.signed.run_id,
+        discovery=node.discovery,
+        rng=random.Random(node.identity.peer_id),
+        addresses=node.addresses,
+    )
+    membership.publish(PeerState.WATCHING, Status().encode())
+    async with trio.open_nursery() as nursery:
+        await nursery.start(membership.run)
+        try:
+            while True:
+                await trio.sleep(PUBLISH_INTERVAL_S)
+                stats = node.endpoint.stats
+                status = Status(bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received)
+                membership.publish(PeerState.WATCHING, status.encode())
+        finally:
+            with trio.move_on_after(2.0, shield=True):
+                await membership.goodbye()
+
+
+def _introduce(node: Node, runs: list[LocatedRun], *, as_json: bool) -> None:
+    peer = contact_text(node.identity.peer_id, node.addresses[0])
+    entries = tuple((node.identity.peer_id, address) for address in node.addresses)
+    invites = [
+        Invite(run.signed.manifest.name, fingerprint(run.signed.creator), run.signed.run_id, entries) for run in runs
+    ]
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "peer": peer,
+                    "runs": [
+                        {"name": invite.name, "run_id": invite.run_id.hex(), "invite": str(invite)}
+                        for invite in invites
+                    ],
+                }
+            )
+        )
+        return
+    addresses = ", ".join(map(str, node.addresses))
+    click.echo(f"bootstrap peer {short(node.identity.peer_id)} listens on {addresses}; Ctrl-C ends it", err=True)
+    if not runs:
+        click.echo("It serves no run yet: swarmtrain bootstrap NAME.run", err=True)
+        click.echo(f"--peer {peer}")
+        return
+    click.echo("Everyone joins with one of these lines:", err=True)
+    for invite in invites:
+        click.echo(f"swarmtrain join '{invite}'")
+        click.echo(f"swarmtrain join --run-id {invite.name} --peer {peer}")

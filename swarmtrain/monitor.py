@@ -1,0 +1,126 @@
+"""`swarmtrain monitor`: watches a swarm from outside.  It is no member and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+
+import click
+import trio
+from rich.console import Console
+from rich.live import Live
+from swarm_peer.addresses import Contact
+from swarm_peer.errors import PeerError
+from swarm_peer.identity import Identity
+from swarm_peer.membership import Member, list_members
+
+from swarmtrain.dashboard import PeerRow, SwarmView, render, to_json
+from swarmtrain.errors import ExitCode
+from swarmtrain.invite import Target, resolve_target
+from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.options import MonitorOptions
+from swarmtrain.run_lookup import LocatedRun, locate_run
+from swarmtrain.status import decode_status
+
+CALL_DEADLINE_S = 5.0
+
+
+def run_monitor(options: MonitorOptions) -> int:
+    """Shows the swarm until Ctrl-C, or once.  Returns the exit code; raises UserError."""
+    target = resolve_target(options.run, options.invite, options.peers)
+    return trio.run(_monitor, options, target)
+
+
+async def _monitor(options: MonitorOptions, target: Target) -> int:
+    # A fresh identity each time: whoever watches need not be recognised.
+    config = NodeConfig(listen="0.0.0.0:0", entries=target.peers, serve=False)
+    async with open_node(Identity.generate(), config) as node:
+        await reach_entries(node, target.peers, lambda line: click.echo(line, err=True))
+        run = await locate_run(node, target.reference)
+        watch = SwarmWatch(node, run)
+        if options.once:
+            view = await watch.look()
+            if options.json:
+                click.echo(to_json(view))
+            else:
+                Console(width=None if sys.stdout.isatty() else 80).print(render(view, height=10_000))
+            return int(ExitCode.OK)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_show_lines if options.json else _show_table, watch, options.interval_s)
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    nursery.cancel_scope.cancel()
+                    break
+    return int(ExitCode.OK)
+
+
+async def _show_table(watch: SwarmWatch, interval_s: float) -> None:
+    console = Console()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            live.update(render(await watch.look(), height=console.height), refresh=True)
+            await trio.sleep(interval_s)
+
+
+async def _show_lines(watch: SwarmWatch, interval_s: float) -> None:
+    while True:
+        click.echo(to_json(await watch.look()))
+        await trio.sleep(interval_s)
+
+
+class SwarmWatch:
+    """Asks peers of the run who its members are; goes on to the next when one does not answer."""
+
+    def __init__(self, node: Node, run: LocatedRun) -> None:
+        self._node = node
+        self._run = run
+        self._sources: list[Contact] = list(run.holders)
+        self._started_s = trio.current_time()
+        self._members: dict[bytes, Member] = {}
+
+    async def look(self) -> SwarmView:
+        """Returns the swarm as it is now, or as last seen with a note that nobody answers."""
+        note = "no peer answers; trying again"
+        for source in list(self._sources):
+            try:
+                with trio.fail_after(2 * CALL_DEADLINE_S):
+                    members = await list_members(
+                        self._node.endpoint, source, self._run.signed.run_id, deadline_s=CALL_DEADLINE_S
+                    )
+            except (PeerError, trio.TooSlowError):
+                self._sources.remove(source)
+                self._sources.append(source)
+                continue
+            self._members = {member.contact.peer_id: member for member in members}
+            known = {contact.peer_id for contact in self._sources}
+            self._sources += [m.contact for m in members if m.contact.peer_id not in known and m.contact.addresses][:16]
+            note = ""
+            break
+        manifest = self._run.signed.manifest
+        return SwarmView(
+            run_name=manifest.name,
+            run_id=self._run.signed.run_id.hex(),
+            watched_s=trio.current_time() - self._started_s,
+            peers=tuple(map(peer_row, self._members.values())),
+            note=note,
+        )
+
+
+def peer_row(member: Member) -> PeerRow:
+    """Turns a member and its status into a row."""
+    status = decode_status(member.status)
+    trains = status.total_steps > 0
+    return PeerRow(
+        peer_id=member.contact.peer_id.hex(),
+        state=member.state if member.state == "lost" else member.state.value,
+        step=status.step if trains else None,
+        total_steps=status.total_steps if trains else None,
+        loss=status.validation_loss if trains and math.isfinite(status.validation_loss) else None,
+        tokens_per_s=status.tokens_per_s if trains else None,
+        last_partner=status.last_partner.hex() if status.last_partner else None,
+        staleness=status.staleness if trains else None,
+        bytes_up=status.bytes_sent,
+        bytes_down=status.bytes_received,
+        age_s=member.age_s,
+    )
