@@ -88,7 +88,7 @@ _identity = click.option(
     type=_FILE,
     metavar="FILE",
     help="Key file of this peer, made if missing. Every process needs one of its own.  "
-    "[default: identity.pem in the state folder]",
+    "[default: one in the state folder]",
 )
 _announce = click.option(
     "--announce",

@@ -34,6 +34,7 @@ from swarmtrain.options import CreateOptions
 from swarmtrain.pretrained import load_export
 from swarmtrain.run_package import SUFFIX, blobs_folder, write_manifest_file
 from swarmtrain.runfile import RunFile, load_run_file
+from swarmtrain.tokenizer import VOCAB_SIZE
 
 _SPARE_DISK_BYTES = 50_000_000
 
@@ -71,6 +72,10 @@ def make_run(run_file: RunFile, identity: Identity, manifest_file: Path) -> Sign
     blobs = blobs_folder(manifest_file)
     validation = _validation_text(run_file)
     model, genesis = _model_and_genesis(run_file, blobs)
+    if model.vocab_size < VOCAB_SIZE:
+        raise UserError(
+            f"the model has {model.vocab_size} tokens, and the byte tokenizer needs {VOCAB_SIZE}", ExitCode.INCOMPATIBLE
+        )
     if len(validation) <= model.context_length:
         raise UserError(
             f"the validation text has {len(validation)} bytes, and the model's context_length is "

@@ -27,6 +27,7 @@ from swarmtrain.manifest import (
     TokenizerSection,
 )
 from swarmtrain.naming import NAME_RULE, is_run_name
+from swarmtrain.tokenizer import VOCAB_SIZE
 
 MAX_RUN_FILE_BYTES = 1 << 20
 DEFAULT_INNER_STEPS = 20
@@ -143,10 +144,14 @@ class _Reader:
         genesis = self._section("genesis", GenesisSource)
         validation = self._section("validation", ValidationSource)
         keeps_model = genesis.weights is None or "model" in self._document
+        model = self._section("model", ModelSection) if keeps_model else None
+        if model is not None and model.vocab_size < VOCAB_SIZE:
+            problem = f"{model.vocab_size} is too small; the byte tokenizer has {VOCAB_SIZE} tokens"
+            self._fail("model", "vocab-size", problem)
         return RunFile(
             path=self._path,
             name=name,
-            model=self._section("model", ModelSection) if keeps_model else None,
+            model=model,
             tokenizer=self._section("tokenizer", TokenizerSection),
             data=self._section("data", DataSection),
             optimizer=self._section("optimizer", OptimizerSection),
