@@ -48,7 +48,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ModelSection(_Section, frozen=True, kw_only=True):
     """The model's sizes; the fields and their bounds are those of :class:`ModelConfig`."""
 
-    vocab_size: int = 264  # 257 of the byte tokenizer, rounded up to a multiple of 8
+    vocab_size: int = VOCAB_SIZE
     hidden_size: int = 128
     intermediate_size: int = 352
     num_layers: int = 4

@@ -282,7 +282,7 @@ TEMPLATE = """\
 name = "my-run"                # a-z, 0-9 and '-'; people type this to join
 
 [model]                        # a decoder-only transformer of the Llama family, about 1 million weights
-vocab-size = 264               # 257 tokens of the byte tokenizer, rounded up
+vocab-size = 256               # the byte tokenizer's; larger is allowed
 hidden-size = 128
 intermediate-size = 352
 num-layers = 4

@@ -40,8 +40,9 @@ def clean_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Replaces the modules behind the commands by ones that take note of their options."""
     seen: list[object] = []
-    for name in ("join", "bootstrap", "monitor", "export", "demo"):
-        module = types.ModuleType(f"swarmtrain.{name}")
+    modules = {name: name for name in ("join", "bootstrap", "monitor", "demo")} | {"export": "export_run"}
+    for name, module_name in modules.items():
+        module = types.ModuleType(f"swarmtrain.{module_name}")
         setattr(module, f"run_{name}", seen.append)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen

@@ -24,12 +24,12 @@ from swarmtrain.model_config import ModelConfig
 from swarmtrain.run_package import blobs_folder, read_manifest_file, write_manifest_file
 
 TINY = ModelConfig(
-    vocab_size=264, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, context_length=32
+    vocab_size=256, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, context_length=32
 )
 CONFIG_JSON = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
+    "vocab_size": 256,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -175,7 +175,7 @@ def test_fetched_weights_must_be_those_of_the_manifest(tmp_path: Path) -> None:
     with pytest.raises(Incompatible, match=r"genesis\.weights\.digest: the run has 0000"):
         load_genesis(path, TINY, bytes(32))
     other = ModelConfig(
-        vocab_size=264,
+        vocab_size=256,
         hidden_size=32,
         intermediate_size=32,
         num_layers=1,

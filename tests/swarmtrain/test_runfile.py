@@ -77,7 +77,7 @@ def test_whole_numbers_are_numbers_too() -> None:
         ('name = "a"\ntotal-steps = 5', ["line 2: total-steps: ", "[optimizer] total-steps?"]),
         ('name = "a"\n[model]\nhidden-size = "big"', ["line 3: [model] hidden-size: 'big'", "Expected int, got str"]),
         ('name = "a"\n[model]\nhidden-size = 100\nnum-heads = 8', ["line 3: [model] hidden-size:", "multiple of"]),
-        ('name = "a"\n[model]\nvocab-size = 256', ["line 3: [model] vocab-size: 256 is too small"]),
+        ('name = "a"\n[model]\nvocab-size = 255', ["line 3: [model] vocab-size: 255 is too small"]),
         ('name = "a"\n[model]\nnum-layers = true', ["line 3: [model] num-layers: True"]),
         ('name = "a"\n[optimizer]\nlearning-rate = nan', ["line 3: [optimizer] learning-rate: ", "= nan: must be"]),
         ('name = "a"\n[optimizer]\nbetas = [0.9]', ["line 3: [optimizer] betas"]),
