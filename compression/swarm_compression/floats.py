@@ -29,7 +29,7 @@ def from_float32(values: Float32, kind: DType) -> Bits:
         bits = values.view(np.uint32)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-        return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+        return np.asarray(np.where(np.isnan(values), quiet, rounded), np.uint16)
     if kind.tag == "f16":
         with np.errstate(over="ignore"):
             return np.asarray(values.astype(np.float16).view(np.uint16))
@@ -40,7 +40,8 @@ def from_float32(values: Float32, kind: DType) -> Bits:
 
 def scale_bits(scales: Float32) -> Bits:
     """Round non-negative finite scales up to BF16, so that nothing exceeds its scale."""
-    return np.minimum((scales.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16), 0x7F7F).astype(np.uint16)
+    top = (scales.view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16)
+    return np.asarray(np.minimum(top, np.uint32(0x7F7F)), np.uint16)
 
 
 def read_scales(bits: Bits) -> Float32:
