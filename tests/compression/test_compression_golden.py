@@ -52,7 +52,7 @@ def golden_states() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         "empty": np.zeros((0, 7), np.float32),
     }
     new = {name: array.copy() for name, array in base.items()}
-    change = draw(count) < 2 * 2**zeros
+    change = draw(count) < 6 * 2**zeros
     step = np.where(draw(count, 2) > 0, 1, -1) * (1 + draw(count) * draw(count) * 2**zeros // 2**18)
     new["embed"] = (embed + np.where(change, step, 0)).astype(np.uint16).reshape(200, 100)
     new["head"] = new["embed"].reshape(100, 200).copy()
