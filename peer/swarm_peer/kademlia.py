@@ -4,8 +4,8 @@ A peer with `serve` holds records for others and is told about; without it, it o
 server enters a routing table after one of its stated addresses has been dialled and has proved the same
 identity, so peers behind a NAT do not fill tables with addresses that lead nowhere.
 
-All background work (joining, refreshing, republishing, verifying) happens in `run`. It never gives up: with
-no peer left it tries its entries again, with back-off, for ever.
+All background work (joining, refreshing, republishing, verifying) happens in `run`. It never gives up:
+entries that are not there are tried again, with back-off, for ever.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Kademlia:
         self._params = params or KademliaParams()
         self._serve = serve
         self._addresses: tuple[Address, ...] = ()
-        self._entries: dict[tuple[PeerId | None, Address], None] = {}
+        # Entries, and who was found there last.
+        self._entries: dict[tuple[PeerId | None, Address], PeerId | None] = {}
         self.table = RoutingTable(identity.peer_id, self._params.routing)
         self.store = RecordStore(identity.peer_id, rng, self._params.storage)
         self._announcements: dict[bytes, _Announcement] = {}
@@ -149,11 +150,11 @@ class Kademlia:
     ) -> list[tuple[Address, PeerError | None]]:
         """Tries all entries at once and joins through those that answer.
 
-        Returns each address with None or with what went wrong there. The entries are remembered: while no
-        peer is known, `run` tries them again. Needs a running endpoint.
+        Returns each address with None or with what went wrong there. The entries are remembered: `run`
+        tries those that are not there again, for ever. Needs a running endpoint.
         """
         for entry in entries:
-            self._entries[entry] = None
+            self._entries.setdefault(entry, entry[0])
             while len(self._entries) > _ENTRIES:
                 del self._entries[next(iter(self._entries))]
         results: list[tuple[Address, PeerError | None]] = [(address, None) for _, address in entries]
@@ -347,21 +348,27 @@ class Kademlia:
                 await trio.sleep(1.0)
 
     async def _keep_joined(self) -> None:
-        """With no peer known, tries all entries again, with back-off; with few, looks for more."""
+        """Tries the entries that are not in the table again, with back-off; with few peers known, looks for more.
+
+        A bootstrap peer that was away knows nobody when it comes back, and newcomers ask it first.
+        """
         attempt = 0
         while True:
             await trio.sleep(self._backoff(attempt))
-            if len(self.table) == 0 and self._entries:
-                await self.bootstrap(list(self._entries))
-                if len(self.table):
-                    attempt = 0
-                    self._republish_now()
-                    continue
+            was_alone = len(self.table) == 0
+            attempt += 1
+            missing = [entry for entry, found in self._entries.items() if not found or found not in self.table]
+            if missing:
+                await self.bootstrap(missing)
             elif 0 < len(self.table) < 3:
                 await self._find_nodes(self._identity.peer_id)
-            elif len(self.table):
+            if len(self.table) < self._params.routing.k:
+                # In a large swarm this would tie everybody to the entries; there, others know them too.
+                for contact in filter(None, (self.table.get(found) for found in self._entries.values() if found)):
+                    self._check(contact)
+            if was_alone and len(self.table):
                 attempt = 0
-            attempt += 1
+                self._republish_now()
 
     async def _keep_refreshed(self) -> None:
         while True:
@@ -416,9 +423,10 @@ class Kademlia:
 
     async def _enter(self, peer_id: PeerId | None, address: Address) -> None:
         """Joins through one address. Raises `PeerError`."""
-        if peer_id is None:
-            peer_id = await self._endpoint.identify(address)
-        contact = Contact(peer_id, (address,))
+        found = peer_id or await self._endpoint.identify(address)
+        if (peer_id, address) in self._entries:
+            self._entries[peer_id, address] = found
+        contact = Contact(found, (address,))
         request = FindNodes(self._sender(), self._identity.peer_id)
         await self._call(contact, FIND_NODES, request, deadline_s=10.0)
 
@@ -494,7 +502,7 @@ class Kademlia:
             self._addresses = addresses
 
     def _dialable(self, addresses: Iterable[Address]) -> tuple[Address, ...]:
-        """The addresses that policy lets us dial or pass on; local ones only if we live among local ones, for all we know."""
+        """The addresses that we may dial or pass on: local ones only if we live among local ones, for all we know."""
         ours = [*self._addresses, *(address for _, address in self._entries)]
         local_allowed = not ours or any(is_local(address.host) for address in ours)
         return tuple(a for a in addresses if is_dialable(a, local_allowed=local_allowed))

@@ -29,8 +29,9 @@ CONTACTS_PER_REPLY: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class LookupParams:
-    """`k`: size of the short lists and of the result. `alpha`: questions in flight per path. `paths`:
-    disjoint paths.
+    """`k`: size of the short lists and of the result. `alpha`: questions in flight per path.
+
+    `paths`: how many disjoint paths.
 
     `agree_on`: nearest answering peers on which all paths must agree for an early end; k means no early end
     to speak of.
@@ -199,9 +200,7 @@ class RecordCollector:
         self._held: list[tuple[Contact, dict[bytes, int]]] = []
 
     def take(self, holder: Contact | None, records: Iterable[AgedRecord]) -> None:
-        """Takes one holder's answer; None for our own store. Raises `RecordInvalid` and then keeps nothing of
-        it.
-        """
+        """Takes one holder's answer; None for our own store. Raises `RecordInvalid`, and then keeps none of it."""
         records = [aged for aged in records if aged.remaining_s > 0]
         for aged in records:
             content = aged.record.content_hash()
