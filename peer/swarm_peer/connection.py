@@ -62,7 +62,7 @@ class ConnectionLimits:
     """Bounds of one connection. `request_memory_bytes` is for bodies of requests that are arriving."""
 
     mux: MuxLimits = field(default_factory=MuxLimits)
-    idle_s: float = 120.0
+    idle_s: float = 60.0
     goodbye_s: float = 5.0
     request_memory_bytes: int = 32 * 1024 * 1024
 

@@ -154,6 +154,8 @@ class Mux:
         self._short_frames: deque[bytes] = deque()
         self._turns: tuple[deque[int], ...] = tuple(deque() for _ in Priority)
         self._last_received = now
+        # One side's probe proves the link to both, so the dialer probes first and the other rarely needs to.
+        self._ping_after_s = self.limits.keepalive_interval_s * (1.0 if is_dialer else 4 / 3)
         self._ping_count = 0
         self._ping_sent: float | None = None
         self._resets_left = float(self.limits.reset_burst)
@@ -255,7 +257,7 @@ class Mux:
         # The same sums as in `next_tick`: a difference could round to just below, and the driver would spin.
         if now >= self._last_received + self.limits.keepalive_timeout_s:
             raise Disconnected(f"nothing was heard for {now - self._last_received:.0f} s")
-        if self._ping_sent is None and now >= self._last_received + self.limits.keepalive_interval_s:
+        if self._ping_sent is None and now >= self._last_received + self._ping_after_s:
             self._ping_sent = now
             self._ping_count += 1
             self._short_frames.append(encode_frame(FrameType.PING, 0, struct.pack("!Q", self._ping_count)))
@@ -263,7 +265,7 @@ class Mux:
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do, if nothing arrives before."""
-        wait_s = self.limits.keepalive_interval_s if self._ping_sent is None else self.limits.keepalive_timeout_s
+        wait_s = self._ping_after_s if self._ping_sent is None else self.limits.keepalive_timeout_s
         return self._last_received + wait_s
 
     # Output.

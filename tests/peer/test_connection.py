@@ -377,7 +377,7 @@ def test_a_dead_link_is_noticed_by_keepalive() -> None:
     async def scenario() -> None:
         async with connected() as pair:
             pair.handle(TINY, stuck)
-            await trio.sleep(100.0)  # quiet, but alive
+            await trio.sleep(50.0)  # quiet, but alive
             assert pair.alice.is_usable
             start = trio.current_time()
             with trio.move_on_after(1):
