@@ -94,8 +94,8 @@ async def _from_swarm(target: Target, progress: Progress) -> _Take:
         replicas = await _fetch_replicas(node, run, members, progress)
         if not replicas:
             raise UserError(
-                f"no replica of run {run.signed.manifest.name} can be had: none of its {len(members)} known peers trains "
-                "or has finished; export a checkpoint with --checkpoint OUT",
+                f"no replica of run {run.signed.manifest.name} can be had: none of its {len(members)} known peers "
+                "trains or has finished; export a checkpoint with --checkpoint OUT",
                 ExitCode.NO_PEER,
             )
         merge = await trio.to_thread.run_sync(merge_replicas, replicas)
@@ -171,7 +171,8 @@ def _from_checkpoint(folder: Path) -> _Take:
     workspace = Workspace(folder if (folder / "run.manifest").exists() else folder.parent)
     if not workspace.manifest.exists():
         raise UserError(
-            f"{folder} is no peer's folder: it has no {workspace.manifest.name}; name the --out folder of a `swarmtrain join`",
+            f"{folder} is no peer's folder: it has no {workspace.manifest.name}; name the --out folder of a "
+            "`swarmtrain join`",
             ExitCode.BAD_FOLDER,
         )
     signed = read_manifest_file(workspace.manifest)
