@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -23,17 +22,6 @@ from swarmtrain.logfile import KEPT_LOG_FILES, open_log
 from swarmtrain.options import BootstrapOptions, ExportOptions, JoinOptions, MonitorOptions
 
 NAMES = ["demo", "create", "bootstrap", "join", "monitor", "export", "patch"]
-
-
-@pytest.fixture(autouse=True)
-def clean_logging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
-    root = logging.getLogger()
-    before = list(root.handlers)
-    yield
-    for handler in [handler for handler in root.handlers if handler not in before]:
-        root.removeHandler(handler)
-        handler.close()
 
 
 @pytest.fixture
