@@ -145,6 +145,7 @@ class Connection:
         self._wake = trio.Event()
         self._flushed = trio.Event()
         self._is_mid_send = False
+        self._is_writable = True
         self._pace = _Pace()
         # Half of the streams are kept free of bulk, so that bulk never delays the opening of a small call.
         half = limits.mux.max_streams // 2
@@ -154,7 +155,7 @@ class Connection:
     @property
     def is_usable(self) -> bool:
         """Whether new calls may use it."""
-        return self._end is None and self._mux.can_open
+        return self._end is None and self._is_writable and self._mux.can_open
 
     @property
     def is_quiet(self) -> bool:
@@ -272,6 +273,20 @@ class Connection:
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
 
+    async def refuse(self, code: ByeCode) -> None:
+        """In place of `run`: says goodbye and closes once the remote has, so that it gets to read why."""
+        self._end = Disconnected("refused")
+        stream = self.channel.stream
+        with (
+            trio.move_on_after(_LAST_WORDS_S),
+            contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError),
+        ):
+            await stream.send_all(self._mux.last_words(code))
+            # Closing with bytes unread would reset the connection and could overtake the goodbye.
+            while await stream.receive_some():
+                pass
+        await self._say_last_words(self._end)
+
     async def _say_last_words(self, end: PeerError) -> None:
         """Tells the remote why, if the link takes it at once, and closes."""
         code = ByeCode.VIOLATION if isinstance(end, ProtocolError) else self._last_word
@@ -344,6 +359,8 @@ class Connection:
                     serving.scope.cancel()
             case SaidBye(code):
                 self._remote_bye = code
+                if code in (ByeCode.FULL, ByeCode.BANNED, ByeCode.VIOLATION):
+                    raise Disconnected(self._describe_close())  # nothing under way will be answered
 
     def _on_reply(self, stream_id: int, pending: _Pending, head: ReplyHeader) -> None:
         pending.head = head
@@ -490,7 +507,13 @@ class Connection:
             output = self._mux.next_output(self._pace.output_bytes)
             if output.data:
                 self._is_mid_send = True
-                await stream.send_all(output.data)
+                try:
+                    await stream.send_all(output.data)
+                except trio.BrokenResourceError:
+                    # The remote has closed. What it said before may still be on its way to the reader.
+                    self._is_writable = False
+                    await trio.sleep(_LAST_WORDS_S)
+                    raise
                 self._is_mid_send = False
                 self._pace.sent(len(output.data), trio.current_time() - started)
             for stream_id in output.progressed:

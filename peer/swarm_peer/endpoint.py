@@ -215,7 +215,7 @@ class Endpoint:
             raise RuntimeError("the endpoint does not run")
         channel = await self._transport.dial(address, None, deadline_s)
         if (ban := self._ban_of(channel.remote)) is not None:
-            await channel.stream.aclose()
+            await self._connection(channel, is_dialer=True).refuse(ByeCode.BANNED)
             raise ban
         connection = self._adopt(channel, is_dialer=True)
         self._nursery.start_soon(self._supervise, connection)
@@ -281,7 +281,7 @@ class Endpoint:
         try:
             channel = await self._dial_first(to)
             if (ban := self._ban_of(remote)) is not None:
-                await channel.stream.aclose()
+                await self._connection(channel, is_dialer=True).refuse(ByeCode.BANNED)
                 raise ban
             connection = self._adopt(channel, is_dialer=True)
             assert self._nursery is not None
@@ -330,9 +330,7 @@ class Endpoint:
     async def _accept(self, channel: Channel) -> None:
         """The life of a connection that a remote dialled."""
         if (code := self._reason_to_refuse(channel)) is not None:
-            connection = self._connection(channel, is_dialer=False)
-            connection.abort(code, "refused")
-            await connection.run()
+            await self._connection(channel, is_dialer=False).refuse(code)
             return
         await self._supervise(self._adopt(channel, is_dialer=False))
 
