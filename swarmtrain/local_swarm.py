@@ -87,6 +87,7 @@ class LocalSwarm:
         self._out = out
         self._console = console
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.bootstrap_process: subprocess.Popen[bytes] | None = None
         try:
             if out.exists() and any(out.iterdir()):
                 if not (out / MARKER).exists():
@@ -104,14 +105,14 @@ class LocalSwarm:
         log = self._out / "bootstrap.log"
         key = str(self._out / "bootstrap.pem")
         arguments = ["bootstrap", *map(str, runs), "--listen", "127.0.0.1:0", "--json", "--identity", key]
-        process = self._start(arguments, log, stdout=subprocess.PIPE)
+        self.bootstrap_process = process = self._start(arguments, log, stdout=subprocess.PIPE)
         assert process.stdout is not None
         try:
             return str(json.loads(process.stdout.readline())["peer"])
         except (ValueError, KeyError):
             raise UserError(f"the bootstrap peer did not start; see {log}") from None
 
-    def join(self, label: str, run: str, peer: str, *, data: Sequence[Path] = ()) -> PeerProcess:
+    def join(self, label: str, run: str, peer: str, *, data: Sequence[Path] = (), resume: bool = False) -> PeerProcess:
         """Starts a training peer of `run`, one thread of computation on the CPU."""
         folder = self._out / label.replace(" ", "-")
         log = folder.with_suffix(".log")
@@ -119,6 +120,8 @@ class LocalSwarm:
         arguments += ["--identity", str(folder.with_suffix(".pem")), "--threads", "1", "--device", "cpu"]
         for path in data:
             arguments += ["--data", str(path)]
+        if resume:
+            arguments.append("--resume")
         return PeerProcess(label, folder, log, self._start(arguments, log))
 
     def watch(self, peers: Sequence[PeerProcess], steps: int) -> None:
