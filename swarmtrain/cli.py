@@ -144,6 +144,7 @@ def _translate(error: BaseException) -> UserError | None:
             (peer.AddressInUse, ExitCode.PORT_BUSY),
             (peer.ConnectError, ExitCode.NO_PEER),
             (peer.Refusal, ExitCode.REFUSED),
+            (peer.IdentityFileError, ExitCode.BAD_FOLDER),
         )
         return UserError(str(error), next((code for kind, code in codes if isinstance(error, kind)), ExitCode.ERROR))
     if isinstance(error, OSError) and error.filename is not None and error.strerror:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from swarm_peer.errors import AddressInUse, ConnectionRefused, Refusal
+from swarm_peer.errors import AddressInUse, ConnectionRefused, IdentityFileError, Refusal
 
 from swarmtrain import __version__
 from swarmtrain.cli import cli, run
@@ -147,6 +147,7 @@ def fails(error: BaseException) -> object:
         (click.Abort(), 130, "swarmtrain: stopped\n"),
         (AddressInUse("0.0.0.0:7766", 7766), 8, "port 7766 is in use"),
         (ConnectionRefused("a:1"), 3, "refused the connection"),
+        (IdentityFileError("key file k is open to others"), 7, "error: key file k is open"),
         (ExceptionGroup("g", [Refusal("banned")]), 9, "refused: banned"),
         (DataError("x.txt: empty"), DataError("").exit_code, "swarmtrain: error: x.txt: empty\n"),
         (FileNotFoundError(2, "No such file or directory", "gone.txt"), 1, "error: gone.txt: No such file"),

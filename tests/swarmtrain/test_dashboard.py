@@ -111,9 +111,25 @@ def test_json_has_everything_and_no_nan() -> None:
     assert "\n" not in to_json(VIEW)
 
 
-QUANTITIES = {None: "-", 0: "0", 999: "999", 1000: "1.0k", 99_949: "99.9k", 99_960: "100k", 999_600: "1.0M"}
+QUANTITIES: dict[float | None, str] = {
+    None: "-",
+    0: "0",
+    999: "999",
+    1000: "1.0k",
+    99_949: "99.9k",
+    99_960: "100k",
+    999_600: "1.0M",
+}
 QUANTITIES |= {12_345_678: "12.3M", 5e9: "5.0G", 5e12: "5.0T", math.inf: "-"}
-DURATIONS = {0: "0s", 59.9: "59s", 61: "1m01s", 599: "9m59s", 600: "10m", 3723: "1h02m", 40_000: "11h"}
+DURATIONS: dict[float, str] = {
+    0: "0s",
+    59.9: "59s",
+    61: "1m01s",
+    599: "9m59s",
+    600: "10m",
+    3723: "1h02m",
+    40_000: "11h",
+}
 DURATIONS |= {400_000: "4d", -1: "-", math.nan: "-"}
 
 
