@@ -67,6 +67,24 @@ class ConnectionLimits:
     request_memory_bytes: int = 32 * 1024 * 1024
 
 
+class MemoryBudget:
+    """Bytes of bodies that an endpoint holds for strangers, over all connections: requests that arrive, replies
+    that wait to be read."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+
+    def take(self, size_bytes: int) -> bool:
+        """False, and nothing is taken, if so much is not left."""
+        if size_bytes > self._left:
+            return False
+        self._left -= size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        self._left += size_bytes
+
+
 class NotOpened(Disconnected):
     """The connection closed before the call went out, so it may be repeated on another one."""
 
@@ -111,6 +129,7 @@ class _Serving:
     complete: trio.Event = field(default_factory=trio.Event)
     progressed: trio.Event = field(default_factory=trio.Event)
     is_headed: bool = False
+    budgeted: int = 0
 
 
 class Connection:
@@ -123,6 +142,7 @@ class Connection:
         is_dialer: bool,
         handlers: Mapping[str, Registered],
         drops: Counter[str],
+        budget: MemoryBudget,
         limits: ConnectionLimits,
     ) -> None:
         now = trio.current_time()
@@ -131,6 +151,7 @@ class Connection:
         self.since = now
         self._handlers = handlers
         self._drops = drops
+        self._budget = budget
         self._limits = limits
         self._mux = Mux(is_dialer=is_dialer, now=now, limits=limits.mux)
         self._calls: dict[int, _Pending] = {}
@@ -403,15 +424,18 @@ class Connection:
             self._drops["oversized-request"] += 1
             self._refuse(stream_id, Refusal("oversized-request", f"at most {limit} bytes are taken"))
             return
-        too_much = self._request_memory + header.body_bytes > self._limits.request_memory_bytes
         # Handlers whose stream was reset may still be cleaning up: they count, too.
-        if too_much or len(self._serving) >= 2 * self._limits.mux.max_streams:
+        if (
+            len(self._serving) >= 2 * self._limits.mux.max_streams
+            or self._request_memory + header.body_bytes > self._limits.request_memory_bytes
+            or not self._budget.take(header.body_bytes)
+        ):
             self._drops["busy"] += 1
             self._refuse(stream_id, Refusal("busy", "too many requests under way"))
             return
         assert self._nursery is not None
         scope = trio.CancelScope(deadline=trio.current_time() + header.deadline_ms / 1000)
-        serving = self._serving[stream_id] = _Serving(header, registered, scope)
+        serving = self._serving[stream_id] = _Serving(header, registered, scope, budgeted=header.body_bytes)
         self._request_memory += header.body_bytes
         self._nursery.start_soon(self._serve, stream_id, serving)
 
@@ -435,6 +459,7 @@ class Connection:
         finally:
             del self._serving[stream_id]
             self._request_memory -= serving.header.body_bytes
+            self._budget.give_back(serving.budgeted)
             self._last_active = trio.current_time()
             self._wake_writer()
 
@@ -451,6 +476,10 @@ class Connection:
             body = encode_body(method.reply, await handler(remote, request))
             if len(body) > method.max_reply_bytes:
                 raise ValueError(f"reply of {len(body)} bytes, {method.max_reply_bytes} are allowed")
+            if not self._budget.take(len(body)):
+                self._drops["busy"] += 1
+                raise Refusal("busy", "too many replies wait to be read")
+            serving.budgeted += len(body)
             self._send_head(stream_id, serving, ReplyHeader("", "", len(body)))
             self._mux.send(stream_id, body, fin=True)
             self._wake_writer()

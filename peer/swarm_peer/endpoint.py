@@ -19,7 +19,7 @@ from typing import Any
 import trio
 
 from swarm_peer.addresses import LOOPBACK, Address, Contact, host_group
-from swarm_peer.connection import Connection, ConnectionLimits, NotOpened, Registered
+from swarm_peer.connection import Connection, ConnectionLimits, MemoryBudget, NotOpened, Registered
 from swarm_peer.errors import (
     Banned,
     ConnectError,
@@ -48,7 +48,8 @@ _STAGGER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class EndpointLimits:
-    """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback."""
+    """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback; beyond `max_outbound`, quiet
+    connections are closed. `served_memory_bytes` is for all requests and replies being served."""
 
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     dial_deadline_s: float = 10.0
@@ -57,6 +58,7 @@ class EndpointLimits:
     max_outbound: int = 512
     max_connections_per_peer: int = 4
     violation_ban_s: float = 600.0
+    served_memory_bytes: int = 256 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Endpoint:
         self._dials: dict[PeerId, _Dial] = {}
         self._bans: dict[PeerId, tuple[float, str]] = {}
         self._drops: Counter[str] = Counter()
+        self._budget = MemoryBudget(self._limits.served_memory_bytes)
         self._past_sent = 0
         self._past_received = 0
         self._calls = 0
@@ -200,8 +203,13 @@ class Endpoint:
         deadline = trio.current_time() + deadline_s
         connection: Connection | None = None
         with trio.move_on_at(deadline) as scope:
-            connection = await self._connect(to)
-            async with connection.stream(method, body, deadline) as parts:
+            async with contextlib.AsyncExitStack() as stack:
+                while True:
+                    connection = await self._connect(to)
+                    with contextlib.suppress(NotOpened):
+                        opened = connection.stream(method, body, deadline)
+                        parts = await stack.enter_async_context(opened)
+                        break
                 yield parts
         if scope.cancelled_caught:
             raise _too_late(to, method, deadline_s, is_connected=connection is not None)
@@ -363,6 +371,7 @@ class Endpoint:
             is_dialer=is_dialer,
             handlers=self._handlers,
             drops=self._drops,
+            budget=self._budget,
             limits=self._limits.connection,
         )
 
@@ -384,7 +393,7 @@ class Endpoint:
             for other in usable:
                 if other is not kept:
                     other.close(ByeCode.DUPLICATE)
-        if (dial := self._dials.get(channel.remote)) is not None:
+        if (dial := self._dials.pop(channel.remote, None)) is not None:
             dial.done.set()  # whoever waits for our dial may as well use this one
         return connection
 

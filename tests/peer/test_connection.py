@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 from swarm_peer.addresses import Address
-from swarm_peer.connection import Connection, ConnectionLimits, NotOpened, Registered
+from swarm_peer.connection import Connection, ConnectionLimits, MemoryBudget, NotOpened, Registered
 from swarm_peer.errors import DeadlineExpired, Disconnected, PeerError, ProtocolError, Refusal
 from swarm_peer.frames import FrameType, encode_frame
 from swarm_peer.identity import Identity, PeerId
@@ -50,6 +50,7 @@ class Pair:
         self.network = network
         self.handlers: dict[str, Registered] = {}
         self.drops: Counter[str] = Counter()
+        self.budget = MemoryBudget(70 * MB)
         self.ends: dict[str, PeerError] = {}
         self.alice: Connection
         self.bob: Connection
@@ -63,7 +64,12 @@ class Pair:
 
     def start(self, name: str, channel: Channel, *, is_dialer: bool) -> Connection:
         connection = Connection(
-            channel, is_dialer=is_dialer, handlers=self.handlers, drops=self.drops, limits=self._limits
+            channel,
+            is_dialer=is_dialer,
+            handlers=self.handlers,
+            drops=self.drops,
+            budget=self.budget,
+            limits=self._limits,
         )
 
         async def keep() -> None:
@@ -341,6 +347,32 @@ def test_request_memory_is_bounded() -> None:
                 await pair.call(ECHO, bytes(8 * MB))
             await trio.sleep(20)
             assert await pair.call(ECHO, bytes(8 * MB)) == b""
+
+    run(scenario)
+
+
+def test_replies_that_wait_are_bounded_and_the_budget_comes_back() -> None:
+    async def scenario() -> None:
+        async with connected(Link(latency_s=0.05, bandwidth_bytes_per_s=4e6)) as pair:
+            pair.handle(BULK, bulk)
+            refused = 0
+
+            async def one() -> None:
+                nonlocal refused
+                try:
+                    await pair.call(BULK, number(20 * MB), within_s=600)
+                except Refusal as refusal:
+                    refused += refusal.code == "busy"
+
+            for _ in range(3):
+                async with trio.open_nursery() as nursery:
+                    for _ in range(5):
+                        nursery.start_soon(one)
+            assert refused == 6
+            with trio.move_on_after(1):
+                await pair.call(BULK, number(60 * MB))
+            await trio.sleep(1)
+            assert pair.budget.take(70 * MB), "nothing of it has leaked"
 
     run(scenario)
 

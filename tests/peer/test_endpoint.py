@@ -5,6 +5,7 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -515,7 +516,7 @@ def test_incoming_connections_are_capped_and_quiet_ones_make_room() -> None:
             server, contact = await peers.start(100, limits=limits)
             clients = [(await peers.start(number, listens=False))[0] for number in range(1, 6)]
             for client in clients[:3]:
-                peers.nursery.start_soon(lambda c=client: c.call(contact, SLEEP, Number(50), deadline_s=100))
+                peers.nursery.start_soon(partial(client.call, contact, SLEEP, Number(50), deadline_s=100))
             await trio.sleep(1)
             with pytest.raises(Disconnected, match="no room for another connection"):
                 await clients[3].call(contact, DOUBLE, Number(1))

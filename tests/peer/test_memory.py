@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from random import Random
+from typing import Any
 
 import pytest
 import trio
@@ -230,16 +231,15 @@ def test_lost_dials_are_a_share_of_all() -> None:
 @contextmanager
 def deterministic_scheduling(seed: int) -> Iterator[None]:
     """Trio shuffles its run queue on purpose; this makes the shuffle repeat."""
-    from trio._core import _run
-
-    _run._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[attr-defined]
-    state = _run._r.getstate()  # type: ignore[attr-defined]
-    _run._r.seed(seed)  # type: ignore[attr-defined]
+    scheduler: Any = trio._core._run
+    state = scheduler._r.getstate()
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True
+    scheduler._r.seed(seed)
     try:
         yield
     finally:
-        _run._ALLOW_DETERMINISTIC_SCHEDULING = False  # type: ignore[attr-defined]
-        _run._r.setstate(state)  # type: ignore[attr-defined]
+        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = False
+        scheduler._r.setstate(state)
 
 
 def swarm(peers: int, hours: float, seed: int) -> list[tuple[float, int, str]]:
