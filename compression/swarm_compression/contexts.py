@@ -20,6 +20,8 @@ Positions = NDArray[np.int64]
 SYMBOLS = 64
 # What one more class costs beside its symbols: lengths and the tables of its entropy codes, in bits.
 _CLASS_BITS = 1000.0
+# Finding one member by its rank costs about so many times what listing a member does.
+_SELECT_COST = 150
 _SAMPLE_ELEMENTS = 1 << 19
 _SAMPLE_CHANGES = 1 << 18
 # NumPy 1.26 cannot count bits; a slower way gives the same result there.
@@ -46,8 +48,9 @@ class ClassIndex:
             packed = np.packbits(self._mask, bitorder="little")
             words = np.zeros((packed.size + 7) // 8, np.uint64)
             words.view(np.uint8)[: packed.size] = packed
-            ends = np.cumsum(np.bitwise_count(words), dtype=np.int64)
-            self._bits, self._starts = words, np.concatenate((np.zeros(1, np.int64), ends))
+            starts = np.zeros(words.size + 1, np.int64)
+            starts[1:] = np.bitwise_count(words)
+            self._bits, self._starts = words, np.cumsum(starts, out=starts)
             self.size = int(self._starts[-1])
         else:
             self.size = int(np.count_nonzero(self._mask))
@@ -66,7 +69,7 @@ class ClassIndex:
 
     def select(self, ranks: Positions) -> Positions:
         """Return the positions of the members with the given ascending ranks, each below `size`."""
-        if self._bits is None or ranks.size * 16 > self.size:
+        if self._bits is None or ranks.size * _SELECT_COST > self._mask.size // 2 + self.size:
             return self.members()[ranks]
         word = np.searchsorted(self._starts, ranks, side="right") - 1
         left = (ranks - self._starts[word]).astype(np.uint8)

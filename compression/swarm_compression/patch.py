@@ -162,14 +162,17 @@ def apply_patch_in_place(
     layout: Layout | None = None,
     base_digest: Digest | None = None,
     limits: Limits = DEFAULT_LIMITS,
+    verify: bool = True,
     on_progress: Progress | None = None,
 ) -> None:
     """Turn `state` into the patch's result without a second copy of it; its arrays must be contiguous and writable.
 
     Raises what `apply_patch` raises. WrongBase and LayoutMismatch leave the state as it was, but after CorruptPatch
-    or LimitExceeded it may be half changed: work on a copy (a file, say) that can be thrown away.
+    or LimitExceeded it may be half changed: work on a copy (a file, say) that can be thrown away. With `verify` off
+    the hash of the result is not compared: do it elsewhere (`describe(patch).result_hash`) before the state is used.
     """
-    _Opened.read(patch, state, layout, base_digest, limits).apply(state, limits, on_progress)
+    opened = _Opened.read(patch, state, layout, base_digest, limits)
+    opened.apply(state, limits, verify=verify, on_progress=on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +207,15 @@ class _Opened:
             raise WrongBase(header.base_hash, digest.state_hash)
         return cls(reader, header, table, layout, digest)
 
-    def apply(self, state: State, limits: Limits, on_progress: Progress | None = None) -> None:
-        """Change `state`, which holds the digested base, and verify the result."""
+    def apply(self, state: State, limits: Limits, *, verify: bool = True, on_progress: Progress | None = None) -> None:
+        """Change `state`, which holds the digested base."""
         found = self.digest.state_hash
         if found == self.header.result_hash:
             return
         targets = [flat_bits(state, spec) for spec in self.layout]
         apply_sections(self.reader, self.layout, self.table, targets, limits, on_progress)
+        if not verify:
+            return
         try:
             verify_result(self.header, self.layout, self.table, targets, self.digest.tensor_hashes)
         except CorruptPatch:

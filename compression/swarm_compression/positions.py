@@ -69,14 +69,16 @@ def decode_gaps(symbols: NDArray[np.unsignedinteger[Any]], count: int, populatio
         return np.empty(0, np.int64)
     if symbols.size == 0 or not is_position[-1]:
         raise CorruptPatch("positions end in a skip")
-    ends = np.cumsum(symbols, dtype=np.int64)
-    if symbols.size == count and bool(is_position.all()):
-        ends += np.arange(count)
-    else:
+    # Converting first is much faster than a cumulative sum that converts.
+    ends = symbols.astype(np.int64)
+    np.cumsum(ends, out=ends)
+    if symbols.size != count:
         if np.count_nonzero(is_position) != count:
             raise CorruptPatch("wrong number of positions")
         ends = ends[is_position]
-        ends += np.arange(count)
+    elif not is_position.all():
+        raise CorruptPatch("wrong number of positions")
+    ends += np.arange(count)
     if ends[-1] >= population:
         raise CorruptPatch("position out of range")
     return ends

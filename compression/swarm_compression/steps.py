@@ -34,9 +34,13 @@ def apply_steps(base: Bits, steps: Bits, kind: DType) -> Bits:
 
 def zigzag(steps: Bits) -> Bits:
     """Fold signed steps into unsigned ones of the same size: 0, -1, 1, -2, … become 0, 1, 2, 3, …"""
+    return (steps << steps.dtype.type(1)) ^ _sign_fill(steps)
+
+
+def _sign_fill(steps: Bits) -> Bits:
+    """Return all ones where a step is negative, else zero."""
     signed = steps.view(f"<i{steps.dtype.itemsize}")
-    sign = (signed >> (8 * steps.dtype.itemsize - 1)).view(steps.dtype)
-    return (steps << steps.dtype.type(1)) ^ sign
+    return np.asarray((signed >> (8 * steps.dtype.itemsize - 1)).view(steps.dtype))
 
 
 def unzigzag(folded: Bits) -> Bits:
@@ -47,18 +51,18 @@ def unzigzag(folded: Bits) -> Bits:
 
 def write_steps(steps: Bits) -> bytes:
     """Encode non-zero steps: a bit per sign, then the magnitudes less one."""
-    negative = (steps >> steps.dtype.type(8 * steps.dtype.itemsize - 1)).astype(bool)
-    excess = np.where(negative, ~steps, steps - steps.dtype.type(1))
-    signs = stream(np.packbits(negative, bitorder="little"))
+    one = steps.dtype.type(1)
+    fill = _sign_fill(steps)
+    excess = (steps ^ fill) - (fill + one)  # |step| - 1
+    signs = stream(np.packbits(fill.astype(bool), bitorder="little"))
     is_large = excess >= _ESCAPE
     large_count = int(np.count_nonzero(is_large))
     if large_count * 5 > steps.size:
         return signs + bytes([BYTES]) + write_planes(excess)
-    codes = np.minimum(excess, _ESCAPE).astype(np.uint8)
     packed = np.zeros((steps.size + 3) // 4 * 4, np.uint8)
-    packed[: steps.size] = codes
-    quads = packed.reshape(-1, 4)
-    joined = (quads << np.array([0, 2, 4, 6], np.uint8)).sum(axis=1, dtype=np.uint8)
+    np.minimum(excess, _ESCAPE, out=packed[: steps.size], casting="unsafe")
+    quads = packed.view("<u4")
+    joined = (quads | quads >> np.uint32(6) | quads >> np.uint32(12) | quads >> np.uint32(18)).astype(np.uint8)
     large = excess[is_large] - steps.dtype.type(_ESCAPE)
     return signs + bytes([PAIRS_OF_BITS]) + stream(joined) + write_planes(large)
 
@@ -71,10 +75,9 @@ def read_steps(reader: Reader, count: int, dtype: np.dtype[Any]) -> Bits:
         excess = read_planes(reader, count, dtype)
     elif style == PAIRS_OF_BITS:
         joined = reader.stream((count + 3) // 4)
-        quads = np.empty((joined.size, 4), np.uint8)
-        for k in range(4):
-            quads[:, k] = joined >> 2 * k & 3
-        codes = quads.reshape(-1)
+        quads = joined.astype("<u4")
+        spread = quads | quads << np.uint32(6) | quads << np.uint32(12) | quads << np.uint32(18)
+        codes = (spread & np.uint32(0x03030303)).view(np.uint8)
         if codes[count:].any():
             raise CorruptPatch("padding is not zero")
         excess = codes[:count].astype(dtype)
@@ -85,7 +88,8 @@ def read_steps(reader: Reader, count: int, dtype: np.dtype[Any]) -> Bits:
         raise CorruptPatch(f"unknown step style {style}")
     if excess.size and int(excess.max()) >> (8 * dtype.itemsize - 1):
         raise CorruptPatch("step out of range")
-    return np.where(negative, ~excess, excess + dtype.type(1))
+    fill = (~negative.astype(dtype)) + dtype.type(1)
+    return np.asarray((excess ^ fill) + (fill + dtype.type(1)))
 
 
 def unpack_flags(packed: NDArray[np.uint8], count: int) -> NDArray[np.bool_]:
