@@ -36,7 +36,10 @@ ALPN = "swarmtrain/1"
 MAX_CERTIFICATE_BYTES = 1024
 _PREAMBLE = struct.Struct("!4sH")
 _MAGIC = b"SWT1"
-_READ_BYTES = 256 * 1024
+# A read takes as much as fits. The buffer grows while it comes back full: most connections are quiet, and a
+# large buffer for each would be most of their memory.
+_MIN_READ_BYTES = 16 * 1024
+_MAX_READ_BYTES = 256 * 1024
 _MAX_CONTEXTS = 256
 
 
@@ -159,7 +162,7 @@ class TlsStream:
         self._outgoing = ssl.MemoryBIO()
         self._tls: ssl.SSLObject | None = None
         self._send_lock = trio.Lock()
-        self._read_buffer = memoryview(bytearray(_READ_BYTES))
+        self._read_buffer = memoryview(bytearray(_MIN_READ_BYTES))
 
     async def connect(self, credentials: Credentials) -> PeerId:
         """Handshake as client. Returns the proved id of the server.
@@ -206,9 +209,9 @@ class TlsStream:
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """Decrypted bytes, as many as are there up to 256 KiB; b"" when the remote has closed."""
         tls = self._ready()
-        limit = min(max_bytes or _READ_BYTES, _READ_BYTES)
         while True:
             size = 0
+            limit = min(max_bytes or _MAX_READ_BYTES, len(self._read_buffer))
             try:
                 while size < limit:
                     count = tls.read(limit - size, cast("bytearray", self._read_buffer[size:limit]))
@@ -287,6 +290,8 @@ class TlsStream:
             return False
         self.bytes_received += count
         self._incoming.write(self._read_buffer[:count])
+        if count == len(self._read_buffer) < _MAX_READ_BYTES:
+            self._read_buffer = memoryview(bytearray(2 * count))
         return True
 
     async def _flush(self) -> None:
