@@ -19,7 +19,8 @@ from typing import Any
 import trio
 
 from swarm_peer.addresses import LOOPBACK, Address, Contact, host_group
-from swarm_peer.connection import Connection, ConnectionLimits, MemoryBudget, NotOpened, Registered
+from swarm_peer.calling import NotOpened
+from swarm_peer.connection import Connection, ConnectionLimits
 from swarm_peer.errors import (
     Banned,
     ConnectError,
@@ -34,7 +35,9 @@ from swarm_peer.errors import (
 )
 from swarm_peer.identity import Identity, PeerId, short
 from swarm_peer.mux import ByeCode
+from swarm_peer.pacing import MemoryBudget, UploadLimit
 from swarm_peer.rpc import Handler, Method, Q, R, StreamHandler, decode_body, encode_body
+from swarm_peer.serving import Registered, Shared
 from swarm_peer.transport import Channel, Transport
 
 logger = logging.getLogger("swarm_peer")
@@ -49,7 +52,8 @@ _STAGGER_S = 0.25
 @dataclass(frozen=True, slots=True)
 class EndpointLimits:
     """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback; beyond `max_outbound`, quiet
-    connections are closed. `served_memory_bytes` is for all requests and replies being served."""
+    connections are closed. `served_memory_bytes` is for all requests and replies being served. Above
+    `upload_bytes_per_s` bulk waits; somewhat below the uplink it keeps all other calls quick."""
 
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     dial_deadline_s: float = 10.0
@@ -59,6 +63,7 @@ class EndpointLimits:
     max_connections_per_peer: int = 4
     violation_ban_s: float = 600.0
     served_memory_bytes: int = 256 * 1024 * 1024
+    upload_bytes_per_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -88,12 +93,13 @@ class Endpoint:
         self._identity = identity
         self._transport = transport
         self._limits = limits or EndpointLimits()
-        self._handlers: dict[str, Registered] = {}
+        self._shared = Shared(
+            MemoryBudget(self._limits.served_memory_bytes), UploadLimit(self._limits.upload_bytes_per_s)
+        )
+        self._drops = self._shared.drops
         self._pool: dict[PeerId, list[Connection]] = {}  # oldest first
         self._dials: dict[PeerId, _Dial] = {}
         self._bans: dict[PeerId, tuple[float, str]] = {}
-        self._drops: Counter[str] = Counter()
-        self._budget = MemoryBudget(self._limits.served_memory_bytes)
         self._past_sent = 0
         self._past_received = 0
         self._calls = 0
@@ -129,11 +135,15 @@ class Endpoint:
         """Registers the one handler of a method whose reply is a stream of bytes, for `stream`."""
         self._register(Registered(method, None, handler))
 
+    def limit_upload(self, bytes_per_s: float | None) -> None:
+        """Changes `EndpointLimits.upload_bytes_per_s` from now on."""
+        self._shared.upload.bytes_per_s = bytes_per_s
+
     def _register(self, registered: Registered) -> None:
         name = registered.method.name
-        if name in self._handlers:
+        if name in self._shared.handlers:
             raise ValueError(f"method {name} has a handler already")
-        self._handlers[name] = registered
+        self._shared.handlers[name] = registered
 
     # Life.
 
@@ -369,9 +379,7 @@ class Endpoint:
         return Connection(
             channel,
             is_dialer=is_dialer,
-            handlers=self._handlers,
-            drops=self._drops,
-            budget=self._budget,
+            shared=self._shared,
             limits=self._limits.connection,
         )
 

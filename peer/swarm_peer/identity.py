@@ -120,9 +120,7 @@ def _read_key(path: Path) -> Ed25519PrivateKey:
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(file.fileno()).st_mode & 0o777
         if os.name == "posix" and mode & 0o077:
-            raise IdentityFileError(
-                f"key file {path} is open to others (mode {mode:04o}); run: chmod 600 {path}"
-            )
+            raise IdentityFileError(f"key file {path} is open to others (mode {mode:04o}); run: chmod 600 {path}")
         text = file.read(_MAX_KEY_FILE_BYTES + 1)
     try:
         if len(text) > _MAX_KEY_FILE_BYTES:

@@ -174,6 +174,11 @@ class Mux:
         return bool(self._short_frames) or any(self._turns)
 
     @property
+    def has_urgent_output(self) -> bool:
+        """Whether some of it is not bulk."""
+        return bool(self._short_frames) or any(self._turns[: Priority.BULK])
+
+    @property
     def stream_count(self) -> int:
         """Open streams, of both sides."""
         return len(self._streams)
@@ -270,7 +275,7 @@ class Mux:
 
     # Output.
 
-    def next_output(self, max_bytes: int) -> Output:
+    def next_output(self, max_bytes: int, *, with_bulk: bool = True) -> Output:
         """About `max_bytes` (at least one frame) of what is most urgent now."""
         parts: list[bytes | memoryview] = []
         progressed: list[int] = []
@@ -279,7 +284,7 @@ class Mux:
             frame = self._short_frames.popleft()
             parts.append(frame)
             size += len(frame)
-        for turn in self._turns:
+        for turn in self._turns if with_bulk else self._turns[: Priority.BULK]:
             while turn and size < max_bytes:
                 stream_id = turn.popleft()
                 stream = self._streams.get(stream_id)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,13 +10,16 @@ import pytest
 import trio
 import trio.testing
 from swarm_peer.addresses import Address
-from swarm_peer.connection import Connection, ConnectionLimits, MemoryBudget, NotOpened, Registered
+from swarm_peer.calling import NotOpened
+from swarm_peer.connection import Connection, ConnectionLimits
 from swarm_peer.errors import DeadlineExpired, Disconnected, PeerError, ProtocolError, Refusal
 from swarm_peer.frames import FrameType, encode_frame
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.memory import Link, MemoryNetwork
 from swarm_peer.mux import ByeCode, MuxLimits
+from swarm_peer.pacing import MemoryBudget
 from swarm_peer.rpc import Method, PartSender, Priority, ReplyHeader, RequestHeader
+from swarm_peer.serving import Registered, Shared
 from swarm_peer.transport import Channel
 
 ALICE = Identity.from_seed(b"alice".ljust(32))
@@ -48,9 +50,9 @@ class Pair:
 
     def __init__(self, network: MemoryNetwork, nursery: trio.Nursery, limits: ConnectionLimits) -> None:
         self.network = network
-        self.handlers: dict[str, Registered] = {}
-        self.drops: Counter[str] = Counter()
-        self.budget = MemoryBudget(70 * MB)
+        self.shared = Shared(MemoryBudget(70 * MB))
+        self.handlers = self.shared.handlers
+        self.drops = self.shared.drops
         self.ends: dict[str, PeerError] = {}
         self.alice: Connection
         self.bob: Connection
@@ -63,14 +65,7 @@ class Pair:
         self.bob = self.start("bob", accepted, is_dialer=False)
 
     def start(self, name: str, channel: Channel, *, is_dialer: bool) -> Connection:
-        connection = Connection(
-            channel,
-            is_dialer=is_dialer,
-            handlers=self.handlers,
-            drops=self.drops,
-            budget=self.budget,
-            limits=self._limits,
-        )
+        connection = Connection(channel, is_dialer=is_dialer, shared=self.shared, limits=self._limits)
 
         async def keep() -> None:
             self.ends[name] = await connection.run()
@@ -205,6 +200,36 @@ def test_urgent_calls_stay_quick_beside_bulk() -> None:
             # A round trip is 50 ms; a frame under way adds 10 ms or so, a queue of the whole body would add 10 s.
             assert sorted(latencies)[len(latencies) // 2] < 0.08
             assert max(latencies) < 0.12
+
+    run(scenario)
+
+
+def test_an_upload_limit_holds_back_bulk_and_nothing_else() -> None:
+    async def scenario() -> None:
+        async with connected(Link(latency_s=0.02)) as pair:
+            pair.shared.upload.bytes_per_s = 1e6
+            pair.handle(BULK, bulk)
+            pair.handle(DOUBLE, double)
+            start = trio.current_time()
+            sizes: list[int] = []
+
+            async def download() -> None:
+                sizes.append(len(await pair.call(BULK, number(2_500_000))))
+
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+                    nursery.start_soon(download)
+                for _ in range(20):
+                    before = trio.current_time()
+                    await pair.call(DOUBLE, number(1))
+                    assert trio.current_time() - before == pytest.approx(0.04, abs=0.001)
+                    await trio.sleep(0.1)
+            assert sizes == [2_500_000] * 2
+            assert trio.current_time() - start == pytest.approx(5.0, abs=0.1)
+            pair.shared.upload.bytes_per_s = None
+            start = trio.current_time()
+            await download()
+            assert trio.current_time() - start < 0.5
 
     run(scenario)
 
@@ -372,7 +397,7 @@ def test_replies_that_wait_are_bounded_and_the_budget_comes_back() -> None:
             with trio.move_on_after(1):
                 await pair.call(BULK, number(60 * MB))
             await trio.sleep(1)
-            assert pair.budget.take(70 * MB), "nothing of it has leaked"
+            assert pair.shared.budget.take(70 * MB), "nothing of it has leaked"
 
     run(scenario)
 
