@@ -5,6 +5,7 @@ Both structs travel on the wire, so their limits are part of their types: decodi
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from typing import Annotated
@@ -71,6 +72,7 @@ def parse_contact(text: str) -> tuple[PeerId | None, Address]:
     return PeerId(bytes.fromhex(peer_id_text)), parse_address(address_text)
 
 
+@functools.lru_cache(maxsize=4096)
 def host_group(host: str) -> str:
     """What one stranger is likely to own, for limits: an IPv4 address, an IPv6 /64, or all of `LOOPBACK`."""
     try:
