@@ -10,21 +10,25 @@
     apply(session)               ----------->   mix(D = S_i - S_j)
     mix(D = S_j - S_i)           <-----------   applied
 
+An initiator that gives up says so with `cancel`; one that vanishes is waited for no longer than a stage may take.
+
 Invariants.  At most one session per peer: a busy peer refuses at once, nobody queues.  Both sides use the same pair
-of snapshots, so D is matched.  Nothing is applied before it is verified and judged.  A session that breaks anywhere
-changes no state, but for one case: when the last reply is lost, one side has mixed and the other has not.  That moves
-the swarm's mean once by w D / N in no preferred direction, which is tolerated; agreement by a second phase would make
-peers wait for each other.
+of snapshots, so D is matched.  Nothing is applied before it is verified and judged, and nothing twice.  A session
+that breaks anywhere changes no state, but for one case: when the last reply is lost, one side has mixed and the other
+has not.  That moves the swarm's mean once by w D / N in no preferred direction, which is tolerated; agreement by a
+second phase would make peers wait for each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -101,6 +105,10 @@ class ApplyRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
     session: SessionId
 
 
+class CancelRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    session: SessionId
+
+
 class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """An empty reply."""
 
@@ -108,6 +116,12 @@ class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=T
 OPEN = Method("exchange.open", OpenRequest, OpenReply, max_request_bytes=2048, max_reply_bytes=2048)
 COMMIT = Method("exchange.commit", CommitRequest, Done, max_request_bytes=1024, max_reply_bytes=64)
 APPLY = Method("exchange.apply", ApplyRequest, Done, max_request_bytes=128, max_reply_bytes=64)
+CANCEL = Method("exchange.cancel", CancelRequest, Done, max_request_bytes=128, max_reply_bytes=64)
+
+CANCEL_DEADLINE_S = 2.0
+# Strangers choose the refusal codes that we count and, by failing, the peers that we remember.
+MAX_COUNTED_OUTCOMES = 64
+MAX_BACKOFFS = 1024
 
 
 # ------------------------------------------------------------------------------------------------------- seams
@@ -150,7 +164,7 @@ class ExchangeConfig:
     outer_gain: float  # beta / (1 - alpha), or gamma / (1 - alpha)
     boundary_deadline_s: float = 60.0  # a partner's trainer reaches its next step boundary within this
     transfer_deadline_s: float = 600.0
-    attempts_per_round: int = 3
+    attempts_per_round: int = 8
     busy_pause_s: float = 0.3
     backoff_s: float = 15.0
     ration: float = 0.25  # others may close our rounds no more often than once in this share of a round's time
@@ -180,6 +194,15 @@ class ExchangeFailed(Exception):
         self.reason = reason
 
 
+class _Stage(Enum):
+    """How far a responder's session has come; it never goes back."""
+
+    OPEN = 0
+    COMMITTING = 1
+    READY = 2
+    APPLYING = 3
+
+
 @dataclass(slots=True)
 class _Session:
     """One meeting, on either side."""
@@ -198,6 +221,7 @@ class _Session:
     received_bytes: int = 0
     clipped: bool = False
     patch: bool = False
+    stage: _Stage = _Stage.OPEN
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
@@ -231,9 +255,13 @@ class Exchanger:
         self._guard = Guard(config.outer_gain)
         self._busy = False
         self._incoming: _Session | None = None
-        self._last_mix_s = float("-inf")
+        self._last_mix_s = self._last_call_s = float("-inf")
         self._last_round = 0
-        self._round_s = 0.0  # how long a round takes, smoothed
+        # The length of a round that no partner cut short: others must not be able to shrink it.
+        self._round_s = 0.0  # smoothed
+        self._round_steps = 0
+        self._closing_for_partner = False
+        self._round_of_partner = 0
         self._backoff_until: dict[bytes, tuple[float, float]] = {}
         self._nursery: trio.Nursery | None = None
         self.stopped = False
@@ -243,26 +271,34 @@ class Exchanger:
         caller.handle(OPEN, self._on_open)
         caller.handle(COMMIT, self._on_commit)
         caller.handle(APPLY, self._on_apply)
+        caller.handle(CANCEL, self._on_cancel)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Initiates one exchange after each round of its own, until the trainer ends."""
-        async with trio.open_nursery() as self._nursery:
-            task_status.started()
-            before_s = trio.current_time()
-            while True:
-                try:
-                    closed = await self._trainer.next_round(self._last_round)
-                except TrainerGone:
-                    self._nursery.cancel_scope.cancel()
-                    return
-                self._last_round = closed.round
-                before_s, took_s = trio.current_time(), trio.current_time() - before_s
-                self._round_s = took_s if self._round_s == 0.0 else 0.7 * self._round_s + 0.3 * took_s
-                try:
-                    if not self._busy and not await self._meet_someone(closed):
-                        self._trainer.abandon(closed)
-                finally:
-                    self._trainer.release(closed)
+        try:
+            async with trio.open_nursery() as self._nursery:
+                task_status.started()
+                with contextlib.suppress(TrainerGone):
+                    await self._meet_after_each_round()
+                self._nursery.cancel_scope.cancel()
+        finally:
+            self._nursery = None
+
+    async def _meet_after_each_round(self) -> None:
+        before_s, before_round = trio.current_time(), self._last_round
+        while True:
+            closed = await self._trainer.next_round(self._last_round)
+            self._last_round = closed.round
+            try:
+                took_s = (trio.current_time() - before_s) / max(1, closed.round - before_round)
+                before_s, before_round = trio.current_time(), closed.round
+                if not self._closing_for_partner and closed.round != self._round_of_partner:
+                    self._round_s = took_s if self._round_s == 0.0 else 0.7 * self._round_s + 0.3 * took_s
+                    self._round_steps = closed.round_steps
+                if not self._busy and not await self._meet_someone(closed):
+                    self._trainer.abandon(closed)
+            finally:
+                self._trainer.release(closed)
 
     # ------------------------------------------------------------------------------------------------- initiator
 
@@ -286,6 +322,12 @@ class Exchanger:
                 except (PeerError, ExchangeFailed, PayloadInvalid) as error:
                     report = Report(partner.peer_id, True, _reason(error), seconds=trio.current_time() - started_s)
                     self._note_failure(partner.peer_id, error)
+                except TrainerGone:
+                    raise
+                except Exception as error:  # a defect of ours must not end the training
+                    logger.exception("exchange with %s failed", partner.peer_id.hex()[:8])
+                    report = Report(partner.peer_id, True, "internal", seconds=trio.current_time() - started_s)
+                    self._note_failure(partner.peer_id, error)
                 self._record(report)
             if report.outcome == "mixed":
                 return True
@@ -293,7 +335,7 @@ class Exchanger:
 
     def _choose_partner(self) -> Contact | None:
         now = trio.current_time()
-        able = [c for c in self._partners.candidates() if self._backoff_until.get(c.peer_id, (0.0, 0.0))[0] <= now]
+        able = [c for c in self._partners.candidates() if not self._is_backed_off(c.peer_id, now)]
         return self._rng.choice(able) if able else None
 
     async def _initiate(self, partner: Contact, closed: ClosedRound, own: Snapshot, started_s: float) -> Report:
@@ -301,17 +343,28 @@ class Exchanger:
         reply = await self._caller.call(
             partner, OPEN, OpenRequest(id_, self._offer(closed, own)), deadline_s=self._config.boundary_deadline_s
         )
-        if reply.offer.run_id != self._config.run_id or reply.payload.snapshot != reply.offer.snapshot:
-            raise ProtocolError("inconsistent-offer")
-        encoded, blob = await self._encode(own, reply.offer)
-        session = _Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
+        blob = b""
         try:
+            if reply.offer.run_id != self._config.run_id or reply.payload.snapshot != reply.offer.snapshot:
+                raise ProtocolError("inconsistent-offer")
+            encoded, blob = await self._encode(own, reply.offer)
+            session = _Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
             await self._swap(session, reply.payload)
             await self._caller.call(partner, APPLY, ApplyRequest(id_), deadline_s=self._config.boundary_deadline_s)
             await self._mix(session)
+        except BaseException as error:
+            if not isinstance(error, Refusal):  # a partner that refuses has ended its session already
+                await self._say_cancel(partner, id_)
+            raise
         finally:
-            self._blobs.discard(blob)
+            if blob:
+                self._blobs.discard(blob)
         return self._success(session, initiated=True)
+
+    async def _say_cancel(self, partner: Contact, id_: bytes) -> None:
+        """Lets the partner go at once; it would else wait for us until the session expires."""
+        with trio.move_on_after(CANCEL_DEADLINE_S, shield=True), contextlib.suppress(PeerError):
+            await self._caller.call(partner, CANCEL, CancelRequest(id_), deadline_s=CANCEL_DEADLINE_S)
 
     async def _swap(self, session: _Session, theirs: Payload) -> None:
         """Lets the partner fetch while we fetch; raises what went wrong first on either side."""
@@ -343,22 +396,21 @@ class Exchanger:
             raise Refusal("not-training")
         if self._busy:
             raise Refusal("busy")
-        if now - self._last_mix_s < self._config.ration * self._round_s:
+        if now - max(self._last_mix_s, self._last_call_s) < self._config.ration * self._round_s:
             raise Refusal("too-soon")
+        if self._is_backed_off(remote, now):
+            raise Refusal("too-soon", "an exchange with you has failed a short while ago")
         if self._nursery is None:
             raise Refusal("not-ready")
         with self._occupied(keep_on_success=True):
-            try:
-                with trio.fail_after(self._config.boundary_deadline_s):
-                    closed = await self._trainer.close_round()
-            except (TrainerGone, trio.TooSlowError) as error:
-                raise Refusal("not-training") from error
-            self._last_round = max(self._last_round, closed.round)
+            self._last_call_s = now  # it costs us a round's end, whatever becomes of it
+            closed = await self._close_round_for_partner()
             try:
                 if self._too_stale(closed, offer):
                     raise Refusal("stale", f"you are behind by more than {self._config.staleness_cutoff} rounds")
                 own = await self._offload(take_snapshot, self._layout, closed.bits)
                 encoded, blob = await self._encode(own, offer)
+                nursery = self._nursery_or_discard(blob)
             except BaseException:
                 self._trainer.abandon(closed)
                 self._trainer.release(closed)
@@ -366,47 +418,88 @@ class Exchanger:
             partner = self._partners.contact(remote)
             session = _Session(request.session, partner, offer, now, closed, own, encoded, blob)
             self._incoming = session
-            self._nursery.start_soon(self._expire, session)
+            nursery.start_soon(self._expire, session)
         payload = Payload(own.hash, encoded.base, blob, len(encoded.data))
         return OpenReply(self._offer(closed, own), payload)
 
+    def _nursery_or_discard(self, blob: bytes) -> trio.Nursery:
+        if self._nursery is None:  # training has ended meanwhile
+            self._blobs.discard(blob)
+            raise Refusal("not-training")
+        return self._nursery
+
+    async def _close_round_for_partner(self) -> ClosedRound:
+        self._closing_for_partner = True
+        try:
+            with trio.fail_after(self._config.boundary_deadline_s):
+                closed = await self._trainer.close_round()
+        except (TrainerGone, trio.TooSlowError) as error:
+            raise Refusal("not-training") from error
+        finally:
+            self._closing_for_partner = False
+        self._round_of_partner = closed.round
+        self._last_round = max(self._last_round, closed.round)
+        return closed
+
     async def _on_commit(self, remote: bytes, request: CommitRequest) -> Done:
         session = self._find_session(remote, request.session)
-        if request.payload.snapshot != session.theirs.snapshot or session.partner_snapshot is not None:
+        if session.stage is not _Stage.OPEN or request.payload.snapshot != session.theirs.snapshot:
             raise self._end_incoming(session, "inconsistent-commit")
+        session.stage = _Stage.COMMITTING
         try:
             await self._receive(session, request.payload)
         except (PeerError, ExchangeFailed, PayloadInvalid) as error:
             self._note_failure(remote, error)
             raise self._end_incoming(session, _reason(error)) from error
+        except BaseException:  # among them the cancellation of this handler: the initiator has given up or is gone
+            self._end_incoming(session, "commit-interrupted")
+            raise
+        session.stage = _Stage.READY
         return Done()
 
     async def _on_apply(self, remote: bytes, request: ApplyRequest) -> Done:
         session = self._find_session(remote, request.session)
-        if session.order is None:
+        if session.stage is not _Stage.READY:
             raise self._end_incoming(session, "not-committed")
-        await self._mix(session)
-        self._record(self._success(session, initiated=False))
+        session.stage = _Stage.APPLYING
+        session.scope.cancel()  # it expires no more: what is being applied belongs to the trainer
+        try:
+            await self._mix(session)
+        except TrainerGone:
+            raise self._end_incoming(session, "not-training") from None
+        except BaseException:
+            self._end_incoming(session, "apply-interrupted")
+            raise
         self._leave(session)
+        self._record(self._success(session, initiated=False))
+        return Done()
+
+    async def _on_cancel(self, remote: bytes, request: CancelRequest) -> Done:
+        self._end_incoming(self._find_session(remote, request.session), "cancelled")
         return Done()
 
     async def _expire(self, session: _Session) -> None:
-        """Ends a session whose initiator has vanished."""
+        """Ends a session whose initiator has vanished, and remembers it."""
         with session.scope:
-            await trio.sleep(self._config.transfer_deadline_s + self._config.boundary_deadline_s)
+            await trio.sleep(self._config.boundary_deadline_s)
+            if session.stage is not _Stage.OPEN:
+                await trio.sleep(self._config.transfer_deadline_s)
+            self._note_failure(session.partner.peer_id, ExchangeFailed("initiator-vanished"))
             self._end_incoming(session, "initiator-vanished")
 
     def _find_session(self, remote: bytes, id_: bytes) -> _Session:
         session = self._incoming
         if session is None or session.id != id_ or session.partner.peer_id != remote:
             raise Refusal("no-session")
+        if session.stage is _Stage.APPLYING:
+            raise Refusal("no-session", "it is being applied")
         return session
 
     def _end_incoming(self, session: _Session, reason: str) -> Refusal:
         if self._incoming is session:
-            self._record(Report(session.partner.peer_id, False, reason))
             self._trainer.abandon(session.closed)
             self._leave(session)
+            self._record(Report(session.partner.peer_id, False, reason))
         return Refusal(reason)
 
     def _leave(self, session: _Session) -> None:
@@ -472,13 +565,20 @@ class Exchanger:
         self._backoff_until.pop(session.partner.peer_id, None)
 
     def _credible_step(self, session: _Session) -> int:
-        """Returns the partner's step, but at most a round beyond the swarm's median: a step is only a claim."""
+        """Returns the partner's step, but at most a round beyond the swarm's median: a step is only a claim.
+
+        A peer that is further than that already stays where it is.
+        """
+        own, ahead = session.closed.step, self._full_round_steps(session.closed, session.theirs)
         median = self._partners.swarm_step()
-        known = session.closed.step if median is None else max(session.closed.step, median)
-        return min(session.theirs.step, known + session.closed.round_steps)
+        return min(session.theirs.step, own + ahead if median is None else max(own, median + ahead))
 
     def _staleness(self, closed: ClosedRound, theirs: Offer) -> int:
-        return staleness_in_rounds(closed.step, theirs.step, max(closed.round_steps, theirs.round_steps))
+        return staleness_in_rounds(closed.step, theirs.step, self._full_round_steps(closed, theirs))
+
+    def _full_round_steps(self, closed: ClosedRound, theirs: Offer) -> int:
+        """Returns the length of an own round; the partner's word counts only until there has been one."""
+        return max(closed.round_steps, self._round_steps or theirs.round_steps)
 
     def _too_stale(self, closed: ClosedRound, theirs: Offer) -> bool:
         return self._staleness(closed, theirs) > self._config.staleness_cutoff
@@ -517,7 +617,8 @@ class Exchanger:
     def _record(self, report: Report) -> None:
         if report.outcome == "mixed":
             self._last_mix_s = trio.current_time()
-        self.counts[report.outcome] += 1
+        known = report.outcome in self.counts or len(self.counts) < MAX_COUNTED_OUTCOMES
+        self.counts[report.outcome if known else "other"] += 1
         logger.info("exchange with %s: %s", report.partner.hex()[:8], report.outcome)
         self.on_report(report)
 
@@ -528,9 +629,15 @@ class Exchanger:
         if isinstance(error, Refusal) and error.code == "stale":
             self.catch_up_wanted.set()
             return
-        _, pause = self._backoff_until.get(peer_id, (0.0, self._config.backoff_s / 2))
+        now = trio.current_time()
+        _, pause = self._backoff_until.pop(peer_id, (0.0, self._config.backoff_s / 2))
         pause = min(pause * 2, 64 * self._config.backoff_s)
-        self._backoff_until[peer_id] = (trio.current_time() + pause, pause)
+        self._backoff_until[peer_id] = (now + pause, pause)
+        while len(self._backoff_until) > MAX_BACKOFFS:
+            del self._backoff_until[next(iter(self._backoff_until))]
+
+    def _is_backed_off(self, peer_id: bytes, now: float) -> bool:
+        return self._backoff_until.get(peer_id, (0.0, 0.0))[0] > now
 
 
 def difference_norms(layout: FlatLayout, own: NDArray[np.uint16], partner: NDArray[np.uint16]) -> dict[str, float]:
