@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 450
 QUICK_STEPS = 40
-ROUNDS = 20
+ROUNDS = 45
 PROMPT = b"The import statement "
 
 RUN_FILE = """
@@ -100,7 +100,7 @@ def _report(peers: Sequence[PeerProcess], alone: PeerProcess, seconds: float) ->
     merged = peers[0].last("merged")
     gain = alone.end_loss() - float(merged["validation_loss"])
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 80)
-    console.print(Text("Validation loss in nats per byte, traffic, and training time lost to the network:"))
+    console.print(Text("Validation loss (nats per byte), traffic, training time lost to the network:"))
     console.print(summary_table(peers, alone, sum(array.size for array in state.values())))
     verdict = f"beats the lone peer by {gain:.3f}" if gain > 0 else f"is worse than the lone peer by {-gain:.3f}"
     console.print(
@@ -109,8 +109,8 @@ def _report(peers: Sequence[PeerProcess], alone: PeerProcess, seconds: float) ->
         ),
         soft_wrap=True,
     )
-    console.print(Text(f"Sample: {_sample(state, config)}"), soft_wrap=True)
-    console.print(Text(f"Model:  {folder}"), soft_wrap=True)
+    print(f"Sample: {_sample(state, config)}")
+    print(f"Model:  {folder}")
 
 
 def _sample(state: dict[str, NDArray[np.float32]], config: ModelConfig) -> str:

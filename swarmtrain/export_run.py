@@ -12,7 +12,8 @@ import numpy as np
 import trio
 from swarm_peer.errors import PeerError
 from swarm_peer.identity import Identity, short
-from swarm_peer.membership import Member, list_members
+from swarm_peer.members import Member
+from swarm_peer.membership import list_members
 from swarm_peer.records import PeerState
 
 from swarmtrain import __version__

@@ -65,9 +65,9 @@ async def _join(
         weights = parameter_count(manifest.model.config())
         check_room(out, weights)
         _introduce(run, weights, progress.say)
+        tokens = await trio.to_thread.run_sync(_prepare_data, manifest, options)
         with open_workspace(out, run.signed, resume=options.resume) as workspace, EventLog(workspace.events) as events:
             workspace.validation.write_bytes(run.validation)
-            tokens = await trio.to_thread.run_sync(_prepare_data, manifest, options, run.validation)
             genesis = await _make_genesis(node, run, workspace, progress)
             job = TrainingJob(
                 workspace=workspace,
@@ -122,7 +122,7 @@ def _introduce(run: LocatedRun, weights: int, say: Callable[[str], None]) -> Non
     say(f"an exchange moves up to {size / 1e6:.1f} MB each way, about {seconds:.1f} s on a 20 Mbit/s link")
 
 
-def _prepare_data(manifest: Manifest, options: JoinOptions, validation: bytes) -> TokenFile:
+def _prepare_data(manifest: Manifest, options: JoinOptions) -> TokenFile:
     """Tokenises this peer's text.  Raises UserError when the run needs other data."""
     kind = manifest.data.kind
     if kind == "python":

@@ -20,7 +20,8 @@ import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.errors import PeerError
 from swarm_peer.identity import short
-from swarm_peer.membership import Member, Membership
+from swarm_peer.members import Member
+from swarm_peer.membership import Membership
 from swarm_peer.records import PeerState
 
 from swarmtrain import __version__, control
