@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("swarmtrain.join")
 
-PYTHON_TEXT_BYTES = 8_000_000
+PYTHON_TEXT_BYTES = 2_000_000
 TYPICAL_UPLINK_BITS_PER_S = 20e6
 
 

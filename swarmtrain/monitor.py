@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from typing import cast
 
 import click
 import trio
@@ -18,7 +17,7 @@ from swarm_peer.members import Member
 from swarm_peer.membership import list_members
 from swarm_peer.records import PeerState
 
-from swarmtrain.dashboard import PeerRow, State, SwarmView, render, to_json
+from swarmtrain.dashboard import PeerRow, SwarmView, render, to_json
 from swarmtrain.errors import ExitCode
 from swarmtrain.invite import Target, resolve_target
 from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
@@ -116,7 +115,7 @@ def peer_row(member: Member) -> PeerRow:
     trains = status.total_steps > 0
     return PeerRow(
         peer_id=member.contact.peer_id.hex(),
-        state=cast("State", member.state.value if isinstance(member.state, PeerState) else member.state),
+        state=member.state.value if isinstance(member.state, PeerState) else member.state,
         step=status.step if trains else None,
         total_steps=status.total_steps if trains else None,
         loss=status.validation_loss if trains and math.isfinite(status.validation_loss) else None,

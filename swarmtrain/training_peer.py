@@ -222,7 +222,7 @@ class TrainingPeer:
         return self._start("file", 0)
 
     def _adopt_genesis_as_base(self) -> None:
-        self._library.add(take_snapshot(self._layout, fp32_to_bf16(self._job.genesis)))
+        self._library.add(take_snapshot(self._layout, fp32_to_bf16(self._job.genesis)), permanent=True)
 
     async def _first_look(self) -> list[Contact]:
         """Waits a moment for members to appear; returns those that train and have closed a round, furthest first."""
@@ -388,14 +388,15 @@ class TrainingPeer:
             await trio.sleep(STATUS_INTERVAL_S)
             self._publish()
 
-    def _newest_donation(self) -> Donation | None:
+    async def _newest_donation(self) -> Donation | None:
         if self._finished is not None:
             return None
         closed = self._link.latest()
         if closed is None:
             return None
         try:
-            return Donation(take_snapshot(self._layout, closed.bits), closed.step, self.status.tokens_total)
+            snapshot = await trio.to_thread.run_sync(take_snapshot, self._layout, closed.bits)
+            return Donation(snapshot, closed.step, self.status.tokens_total)
         finally:
             self._link.release(closed)
 

@@ -40,16 +40,18 @@ ALPHA, BETA = 0.5, 0.7
 BATCH_TOKENS = 64
 
 
-async def inline(function: Callable[..., Any], /, *args: Any) -> Any:  # noqa: ANN401
+async def inline(function: Callable[..., Any], /, *args: Any) -> Any:
     """Stands in for worker threads, which a virtual clock cannot see."""
     await trio.lowlevel.checkpoint()
     return function(*args)
 
 
 class SimulatedTrainer:
-    """A `TrainerPort` whose replica descends 0.5 |theta - optimum|² with gradient noise of its own."""
+    """A `TrainerPort` whose replica descends 0.5 |theta - optimum|² with gradient noise."""
 
-    def __init__(self, rng: np.random.Generator, *, step_s: float, inner_steps: int, start: NDArray[np.float32]) -> None:
+    def __init__(
+        self, rng: np.random.Generator, *, step_s: float, inner_steps: int, start: NDArray[np.float32]
+    ) -> None:
         self._rng = rng
         self._step_s = step_s
         self._inner_steps = inner_steps
