@@ -8,11 +8,13 @@ blob.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import msgspec
+import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.errors import PeerError, Refusal
 from swarm_peer.rpc import Caller, Method
@@ -45,6 +47,9 @@ class SnapshotReply(msgspec.Struct, array_like=True, forbid_unknown_fields=True,
     tokens: Count
 
 
+# What has been given away stays for those who still fetch it, however fast rounds follow each other.
+KEPT_PAYLOADS = 4
+
 GET_SNAPSHOT = Method("snapshot.get", SnapshotRequest, SnapshotReply, max_request_bytes=1024, max_reply_bytes=1024)
 
 
@@ -76,7 +81,7 @@ class DonorBlobs(Protocol):
 
 
 class Donor:
-    """Gives snapshots to joiners.  One encoded form per snapshot and base is kept until the snapshot changes."""
+    """Gives snapshots to joiners.  The last few encoded forms are kept, and one is made at a time."""
 
     def __init__(
         self,
@@ -86,40 +91,42 @@ class Donor:
         library: SnapshotLibrary,
         blobs: DonorBlobs,
         offload: Offload,
-        newest: Callable[[], Donation | None],
+        newest: Callable[[], Awaitable[Donation | None]],
     ) -> None:
         self._run_id = run_id
         self._library = library
         self._blobs = blobs
         self._offload = offload
         self._newest = newest
-        self._encoded: dict[tuple[bytes, bytes], Payload] = {}
+        self._encoded: OrderedDict[tuple[bytes, frozenset[bytes]], Payload] = OrderedDict()
+        self._encoding = trio.Lock()
         caller.handle(GET_SNAPSHOT, self._on_get)
 
     async def _on_get(self, remote: bytes, request: SnapshotRequest) -> SnapshotReply:
         if request.run_id != self._run_id:
             raise Refusal("other-run", f"this peer trains run {self._run_id.hex()[:8]}")
-        donation = self._newest()
-        if donation is None:
-            raise Refusal("not-ready", "no round closed yet")
-        bases = self._library.common(request.haves)
-        payload = await self.encode(donation.snapshot, bases)
+        async with self._encoding:
+            donation = await self._newest()
+            if donation is None:
+                raise Refusal("not-ready", "no round closed yet")
+            payload = await self._encode(donation.snapshot, self._library.common(request.haves))
         return SnapshotReply(payload, donation.step, donation.tokens)
 
     async def encode(self, snapshot: Snapshot, bases: Sequence[Snapshot]) -> Payload:
-        """Returns the payload of a snapshot, its blob ready to be fetched until another snapshot is given away."""
-        for (name, base), payload in list(self._encoded.items()):
-            if name != snapshot.hash:
-                self._blobs.discard(payload.blob)
-                del self._encoded[name, base]
-        usable = {base.hash for base in bases} | {b""}
-        for (_, base), payload in self._encoded.items():
-            if base in usable:
-                return payload
-        encoded = await self._offload(encode_payload, self._library.layout, snapshot, bases)
-        blob = await self._offload(self._blobs.put, encoded.data)
-        payload = Payload(snapshot.hash, encoded.base, blob, len(encoded.data))
-        self._encoded[snapshot.hash, encoded.base] = payload
+        """Returns the payload of a snapshot, its blob ready to be fetched until `KEPT_PAYLOADS` others were wanted."""
+        async with self._encoding:
+            return await self._encode(snapshot, bases)
+
+    async def _encode(self, snapshot: Snapshot, bases: Sequence[Snapshot]) -> Payload:
+        key = snapshot.hash, frozenset(base.hash for base in bases)
+        payload = self._encoded.get(key)
+        if payload is None:
+            encoded = await self._offload(encode_payload, self._library.layout, snapshot, bases)
+            blob = await self._offload(self._blobs.put, encoded.data)
+            payload = self._encoded[key] = Payload(snapshot.hash, encoded.base, blob, len(encoded.data))
+        self._encoded.move_to_end(key)
+        while len(self._encoded) > KEPT_PAYLOADS:
+            self._blobs.discard(self._encoded.popitem(last=False)[1].blob)
         return payload
 
 
@@ -174,8 +181,10 @@ class Joiner:
         """Fetches and verifies one payload.  Raises PeerError or PayloadInvalid."""
         if not 0 < payload.size_bytes <= max_payload_bytes(self._library.layout):
             raise PayloadInvalid("oversized-payload")
+        base = self._library.get(payload.base) if payload.base else None  # exchanges go on and may drop it meanwhile
+        if payload.base and base is None:
+            raise PayloadInvalid("unknown-base")
         data = await self._blobs.fetch(
             payload.blob, holder, max_size_bytes=payload.size_bytes, deadline_s=deadline_s, progress=progress
         )
-        base = self._library.get(payload.base) if payload.base else None
         return await self._offload(decode_payload, self._library.layout, payload, data, base)

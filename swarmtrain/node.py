@@ -49,9 +49,12 @@ class NodeBlobs:
 
     def put(self, data: bytes) -> bytes:
         """Stores and pins: what is on offer must not be evicted.  Heavy; call it in a worker thread."""
-        blob_id = self.store.put(data)
-        self.store.pin(blob_id)
-        return blob_id
+        while True:
+            blob_id = self.store.put(data)
+            # Between the two calls the event loop may discard the same content, or another thread evict it.
+            with contextlib.suppress(KeyError):
+                self.store.pin(blob_id)
+                return blob_id
 
     def discard(self, blob_id: bytes) -> None:
         """Unpins and forgets a blob."""
