@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
 from swarm_compression import (
     CodecError,
     Layout,
+    LayoutMismatch,
+    LimitExceeded,
     Limits,
+    WrongBase,
     apply_patch,
     decode_dense,
     encode_dense,
@@ -33,9 +36,13 @@ if TYPE_CHECKING:
 
 HASH_BYTES = 32
 MAX_HAVES = 8
-# Byte-split and entropy-coded BF16 takes about this much; a patch must beat it.
+# Byte-split and entropy-coded BF16 takes at most about this much.
 DENSE_BYTES_PER_WEIGHT = 1.4
+# A patch on an unrelated base takes as much as the dense form, but is estimated at 1.1: beyond this a patch saves next
+# to nothing and needs its base.
+PATCH_BYTES_PER_WEIGHT_MAX = 1.05
 _CONTAINER_SLACK_BYTES = 1 << 16
+_CODEC_REASONS = {WrongBase: "wrong-base", LayoutMismatch: "wrong-layout", LimitExceeded: "oversized-payload"}
 
 
 class PayloadInvalid(Exception):
@@ -57,10 +64,10 @@ class Snapshot:
 class Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     """How a snapshot travels: the blob to fetch, the base it is relative to (empty: dense), and what it must give."""
 
-    snapshot: bytes
-    base: bytes
-    blob: bytes
-    size_bytes: int
+    snapshot: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    base: Annotated[bytes, msgspec.Meta(max_length=HASH_BYTES)]
+    blob: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +82,21 @@ class SnapshotLibrary:
     """The snapshots that can serve as bases: the genesis, and the pair of each recent exchange."""
 
     def __init__(self, layout: FlatLayout, *, capacity: int = 4) -> None:
-        """Keeps at most `capacity` snapshots, 2 bytes per weight each; the least recently used goes first."""
+        """Keeps at most `capacity` snapshots beside the permanent ones, the newest; each is 2 bytes per weight."""
         self.layout = layout
         self._capacity = capacity
         self._held: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self._permanent: set[bytes] = set()
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: Snapshot, *, permanent: bool = False) -> None:
+        """Holds a snapshot; a permanent one stays: the genesis is the base of peers that have never met."""
         self._held[snapshot.hash] = snapshot
         self._held.move_to_end(snapshot.hash)
-        while len(self._held) > self._capacity:
-            self._held.popitem(last=False)
+        if permanent:
+            self._permanent.add(snapshot.hash)
+        passing = [name for name in self._held if name not in self._permanent]
+        for name in passing[: max(0, len(passing) - self._capacity)]:
+            del self._held[name]
 
     def names(self) -> tuple[bytes, ...]:
         """Returns the hashes of all snapshots held, newest first: the `have` list of an offer."""
@@ -113,7 +125,7 @@ def hash_bits(layout: FlatLayout, bits: NDArray[np.uint16]) -> bytes:
 def encode_payload(layout: FlatLayout, snapshot: Snapshot, bases: Sequence[Snapshot]) -> EncodedSnapshot:
     """Encodes a snapshot in its smallest form: a patch on one of `bases`, or dense."""
     state = layout.views(snapshot.bits)
-    best: tuple[float, Snapshot | None] = (DENSE_BYTES_PER_WEIGHT * layout.size, None)
+    best: tuple[float, Snapshot | None] = (PATCH_BYTES_PER_WEIGHT_MAX * layout.size, None)
     for base in bases:
         estimate = estimate_patch_size(state, layout.views(base.bits))
         if estimate < best[0]:
@@ -133,6 +145,8 @@ def decode_payload(layout: FlatLayout, payload: Payload, data: bytes, base: Snap
 
     Checked: size, container, shapes and dtypes against the run's model, base hash, result hash, finite values.
     """
+    if len(data) > max_payload_bytes(layout):
+        raise PayloadInvalid("oversized-payload", f"{len(data)} bytes")
     limits = Limits(max_input_bytes=max_payload_bytes(layout), max_state_bytes=2 * layout.size + 2)
     zeros = np.zeros(layout.size, dtype=np.uint16)
     try:
@@ -143,7 +157,7 @@ def decode_payload(layout: FlatLayout, payload: Payload, data: bytes, base: Snap
         else:
             state = decode_dense(data, Layout.of(layout.views(zeros)), limits=limits)
     except CodecError as error:
-        raise PayloadInvalid("malformed-payload", str(error)) from error
+        raise PayloadInvalid(_codec_reason(error), str(error)) from error
     for span in layout.spans:
         zeros[span.start : span.stop] = state[span.name].reshape(-1)
     if not all_finite(zeros):
@@ -153,6 +167,13 @@ def decode_payload(layout: FlatLayout, payload: Payload, data: bytes, base: Snap
         raise PayloadInvalid("wrong-snapshot-hash")
     zeros.flags.writeable = False
     return Snapshot(found, zeros)
+
+
+def _codec_reason(error: CodecError) -> str:
+    for kind, reason in _CODEC_REASONS.items():
+        if isinstance(error, kind):
+            return reason
+    return "malformed-payload"
 
 
 def all_finite(bits: NDArray[np.uint16]) -> bool:
