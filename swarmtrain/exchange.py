@@ -107,6 +107,7 @@ class ApplyRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 
 class CancelRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     session: SessionId
+    reason: Annotated[str, msgspec.Meta(max_length=40)]
 
 
 class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -347,6 +348,8 @@ class Exchanger:
         try:
             if reply.offer.run_id != self._config.run_id or reply.payload.snapshot != reply.offer.snapshot:
                 raise ProtocolError("inconsistent-offer")
+            if self._too_stale(closed, reply.offer):
+                raise ExchangeFailed("partner-stale")
             encoded, blob = await self._encode(own, reply.offer)
             session = _Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
             await self._swap(session, reply.payload)
@@ -354,17 +357,17 @@ class Exchanger:
             await self._mix(session)
         except BaseException as error:
             if not isinstance(error, Refusal):  # a partner that refuses has ended its session already
-                await self._say_cancel(partner, id_)
+                await self._say_cancel(partner, CancelRequest(id_, _reason(error)[:40]))
             raise
         finally:
             if blob:
                 self._blobs.discard(blob)
         return self._success(session, initiated=True)
 
-    async def _say_cancel(self, partner: Contact, id_: bytes) -> None:
+    async def _say_cancel(self, partner: Contact, request: CancelRequest) -> None:
         """Lets the partner go at once; it would else wait for us until the session expires."""
         with trio.move_on_after(CANCEL_DEADLINE_S, shield=True), contextlib.suppress(PeerError):
-            await self._caller.call(partner, CANCEL, CancelRequest(id_), deadline_s=CANCEL_DEADLINE_S)
+            await self._caller.call(partner, CANCEL, request, deadline_s=CANCEL_DEADLINE_S)
 
     async def _swap(self, session: _Session, theirs: Payload) -> None:
         """Lets the partner fetch while we fetch; raises what went wrong first on either side."""
@@ -449,7 +452,6 @@ class Exchanger:
         try:
             await self._receive(session, request.payload)
         except (PeerError, ExchangeFailed, PayloadInvalid) as error:
-            self._note_failure(remote, error)
             raise self._end_incoming(session, _reason(error)) from error
         except BaseException:  # among them the cancellation of this handler: the initiator has given up or is gone
             self._end_incoming(session, "commit-interrupted")
@@ -475,7 +477,8 @@ class Exchanger:
         return Done()
 
     async def _on_cancel(self, remote: bytes, request: CancelRequest) -> Done:
-        self._end_incoming(self._find_session(remote, request.session), "cancelled")
+        session = self._find_session(remote, request.session)
+        self._end_incoming(session, "stale" if request.reason == "partner-stale" else "cancelled")
         return Done()
 
     async def _expire(self, session: _Session) -> None:
@@ -484,7 +487,6 @@ class Exchanger:
             await trio.sleep(self._config.boundary_deadline_s)
             if session.stage is not _Stage.OPEN:
                 await trio.sleep(self._config.transfer_deadline_s)
-            self._note_failure(session.partner.peer_id, ExchangeFailed("initiator-vanished"))
             self._end_incoming(session, "initiator-vanished")
 
     def _find_session(self, remote: bytes, id_: bytes) -> _Session:
@@ -496,7 +498,12 @@ class Exchanger:
         return session
 
     def _end_incoming(self, session: _Session, reason: str) -> Refusal:
+        """Ends a session without a mix, if it is still there; returns what to tell the initiator."""
         if self._incoming is session:
+            if reason == "stale":
+                self.catch_up_wanted.set()
+            elif reason != "not-training":
+                self._note_failure(session.partner.peer_id, ExchangeFailed(reason))
             self._trainer.abandon(session.closed)
             self._leave(session)
             self._record(Report(session.partner.peer_id, False, reason))
@@ -532,18 +539,18 @@ class Exchanger:
         cap = max_payload_bytes(self._layout)
         if not 0 < payload.size_bytes <= cap:
             raise ProtocolError("oversized-payload")
+        base = self._library.get(payload.base) if payload.base else None
+        if payload.base and base is None:
+            raise PayloadInvalid("unknown-base")
         data = await self._blobs.fetch(
             payload.blob,
             session.partner,
             max_size_bytes=payload.size_bytes,
             deadline_s=self._config.transfer_deadline_s,
         )
-        base = self._library.get(payload.base) if payload.base else None
         snapshot = await self._offload(decode_payload, self._layout, payload, data, base)
         norms = await self._offload(difference_norms, self._layout, session.own.bits, snapshot.bits)
         session.staleness = self._staleness(session.closed, session.theirs)
-        if session.staleness > self._config.staleness_cutoff:
-            raise ExchangeFailed("partner-stale")
         verdict = self._guard.judge(session.partner.peer_id, norms, session.closed.drift_norms)
         if not verdict.accepted:
             raise ExchangeFailed(verdict.reason)
@@ -654,7 +661,7 @@ def difference_norms(layout: FlatLayout, own: NDArray[np.uint16], partner: NDArr
     return norms
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, Refusal):
         return error.code
     reason = getattr(error, "reason", "")

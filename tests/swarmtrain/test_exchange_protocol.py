@@ -438,7 +438,7 @@ def test_a_busy_peer_refuses_at_once() -> None:
             await c.open(a, bits_of(3))
         assert trio.current_time() - started < 1.0
         assert a.trainer.closed_for_partner == 1
-        await b.endpoint.call(a.contact, CANCEL, CancelRequest(session))
+        await b.endpoint.call(a.contact, CANCEL, CancelRequest(session, "enough"))
         assert a.is_idle()
 
     virtually(body)
@@ -468,7 +468,7 @@ def test_others_may_not_close_rounds_more_often_than_the_ration_allows() -> None
         for _ in range(200):
             try:
                 session, _ = await b.open(a, bits_of(2))
-                await b.endpoint.call(a.contact, CANCEL, CancelRequest(session))
+                await b.endpoint.call(a.contact, CANCEL, CancelRequest(session, "enough"))
                 attempts += 1
             except Refusal as refusal:
                 codes.add(refusal.code)
@@ -506,6 +506,8 @@ def test_a_stale_partner_is_not_mixed_and_is_let_go() -> None:
         assert (await a.wait_for_reports(1))[0] == "partner-stale"
         await trio.sleep(1)
         assert b.is_idle()
+        assert b.exchanger is not None
+        assert b.exchanger.catch_up_wanted.is_set()
         assert not a.trainer.mixes
         assert not b.trainer.mixes
 
@@ -561,7 +563,7 @@ def test_an_initiator_that_goes_away_is_forgotten_in_time(when: str, how: str) -
             bench.network.crash(mallory.host)
             mallory.scope.cancel()
         elif how == "cancel":
-            await mallory.endpoint.call(a.contact, CANCEL, CancelRequest(session))
+            await mallory.endpoint.call(a.contact, CANCEL, CancelRequest(session, "enough"))
         limit_s = 1.0 if how == "cancel" else BOUNDARY_S + (TRANSFER_S if when == "committed" else 0.0) + 1.0
         with trio.fail_after(limit_s):
             assert await a.wait_for_reports(1) == ["cancelled" if how == "cancel" else "initiator-vanished"]
@@ -693,7 +695,7 @@ def test_a_snapshot_is_applied_once_however_often_it_is_asked_for() -> None:
                 nursery.start_soon(attempt)
             await trio.sleep(1)
             with refused("no-session"):
-                await mallory.endpoint.call(a.contact, CANCEL, CancelRequest(session))
+                await mallory.endpoint.call(a.contact, CANCEL, CancelRequest(session, "enough"))
             with refused("no-session"):
                 await mallory.commit(a, session, mallory.payload(bits_of(3)))
             a.trainer.mix_gate.set()
@@ -742,7 +744,7 @@ def test_a_session_belongs_to_the_peer_that_opened_it() -> None:
         mallory = await bench.peer("mallory", 3, honest=False)
         session, _ = await b.open(a, bits_of(2))
         with refused("no-session"):
-            await mallory.endpoint.call(a.contact, CANCEL, CancelRequest(session))
+            await mallory.endpoint.call(a.contact, CANCEL, CancelRequest(session, "enough"))
         with refused("no-session"):
             await mallory.commit(a, session, mallory.payload(bits_of(2)))
         await b.commit(a, session, b.payload(bits_of(2)))
@@ -1049,7 +1051,7 @@ def test_many_meetings_with_chaos_leave_every_peer_usable() -> None:
                         if numbers.random() < 0.5:
                             await mallory.apply(victim, session)
                         elif numbers.random() < 0.5:
-                            await mallory.endpoint.call(victim.contact, CANCEL, CancelRequest(session))
+                            await mallory.endpoint.call(victim.contact, CANCEL, CancelRequest(session, "enough"))
                     except PeerError:
                         pass
 
@@ -1060,7 +1062,7 @@ def test_many_meetings_with_chaos_leave_every_peer_usable() -> None:
             await trio.sleep(600)
             nursery.cancel_scope.cancel()
         mixed = [sum(report.outcome == "mixed" for report in peer.reports) for peer in honest]
-        assert min(mixed) > 10
+        assert min(mixed) > 5, [peer.exchanger.counts for peer in honest]
         await trio.sleep(BOUNDARY_S + TRANSFER_S + 5)
         for peer in honest:
             assert peer.is_idle()
