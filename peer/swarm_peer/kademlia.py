@@ -170,7 +170,7 @@ class Kademlia:
         async with trio.open_nursery() as nursery:
             for index, (peer_id, address) in enumerate(entries):
                 nursery.start_soon(try_one, index, peer_id, address)
-        if len(self.table):
+        if any(error is None for _, error in results):
             await self._find_nodes(self._identity.peer_id)
         return results
 

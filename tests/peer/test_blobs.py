@@ -164,7 +164,13 @@ def test_a_directory_survives_restarts_and_drops_remains(tmp_path: Path) -> None
 
 
 def test_damage_on_disk_is_noticed_and_never_served(tmp_path: Path) -> None:
-    for read in (lambda s, b: s.get(b), lambda s, b: s.read_chunk(b, 1)):
+    def get(store: BlobStore, blob_id: BlobId) -> bytes | None:
+        return store.get(blob_id)
+
+    def read_second_chunk(store: BlobStore, blob_id: BlobId) -> bytes | None:
+        return store.read_chunk(blob_id, 1)
+
+    for read in (get, read_second_chunk):
         store = BlobStore(MIB, tmp_path)
         blob_id = store.put(noise(200_000), chunk_size=MIN_CHUNK_BYTES)
         path = tmp_path / f"{blob_id.hex()}.data"
