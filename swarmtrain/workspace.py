@@ -20,10 +20,11 @@ from pathlib import Path
 from swarm_peer.errors import IdentityFileError
 from swarm_peer.identity import Identity
 
-from swarmtrain.durable import write_durably
+from swarmtrain.durable import TEMPORARY_SUFFIX, write_durably
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.manifest import SignedManifest
 
+LOCK_NAME = ".lock"
 MAX_PEERS_OF_ONE_USER = 64
 # FP32 master, slow weights, momentum and two Adam moments; two generations of them; the exported model.
 CHECKPOINT_BYTES_PER_WEIGHT = 20
@@ -71,32 +72,45 @@ class Workspace:
 def open_workspace(root: Path, signed: SignedManifest, *, resume: bool) -> Iterator[Workspace]:
     """Prepares and locks the folder.  Raises UserError when it belongs to another run, process or program."""
     workspace = Workspace(root)
-    try:
-        if root.exists() and not root.is_dir():
-            raise UserError(f"{root} is a file; name a folder with --out", ExitCode.BAD_FOLDER)
-        if workspace.manifest.exists():
-            if workspace.manifest.read_bytes() != signed.encode():
-                raise UserError(
-                    f"{root} belongs to another run than {signed.label} ({signed.run_id.hex()[:8]}…); "
-                    "choose another --out",
-                    ExitCode.BAD_FOLDER,
-                )
-        elif root.is_dir() and any(root.iterdir()):
-            raise UserError(f"{root} is not empty and holds no run of ours; choose another --out", ExitCode.BAD_FOLDER)
-        if workspace.has_checkpoint() and not resume:
-            raise UserError(
-                f"{root} holds a checkpoint of this run; continue it with --resume, or choose another --out",
-                ExitCode.BAD_FOLDER,
+    with contextlib.ExitStack() as stack:
+        # Only what happens to the folder here is the folder's fault, not what goes wrong while it is in use.
+        try:
+            _check_folder(workspace, signed, resume=resume)
+            root.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(
+                _locked(root / LOCK_NAME, f"{root} is in use by another swarmtrain process; choose another --out")
             )
-        if resume and not workspace.has_checkpoint():
-            raise UserError(f"{root} holds no checkpoint to resume; leave out --resume", ExitCode.BAD_FOLDER)
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / ".lock", f"{root} is in use by another swarmtrain process; choose another --out"):
             if not workspace.manifest.exists():
                 write_durably(workspace.manifest, [signed.encode()])
-            yield workspace
-    except OSError as error:
-        raise UserError(f"{error.filename or root}: {error.strerror or error}", ExitCode.BAD_FOLDER) from error
+        except OSError as error:
+            raise UserError(f"{error.filename or root}: {error.strerror or error}", ExitCode.BAD_FOLDER) from error
+        yield workspace
+
+
+def _check_folder(workspace: Workspace, signed: SignedManifest, *, resume: bool) -> None:
+    root = workspace.root
+    if root.exists() and not root.is_dir():
+        raise UserError(f"{root} is a file; name a folder with --out", ExitCode.BAD_FOLDER)
+    if workspace.manifest.exists():
+        if workspace.manifest.read_bytes() != signed.encode():
+            raise UserError(
+                f"{root} belongs to another run than {signed.label} ({signed.run_id.hex()[:8]}…); choose another --out",
+                ExitCode.BAD_FOLDER,
+            )
+    elif root.is_dir() and any(not _left_by_a_crash(path) for path in root.iterdir()):
+        raise UserError(f"{root} is not empty and holds no run of ours; choose another --out", ExitCode.BAD_FOLDER)
+    if workspace.has_checkpoint() and not resume:
+        raise UserError(
+            f"{root} holds a checkpoint of this run; continue it with --resume, or choose another --out",
+            ExitCode.BAD_FOLDER,
+        )
+    if resume and not workspace.has_checkpoint():
+        raise UserError(f"{root} holds no checkpoint to resume; leave out --resume", ExitCode.BAD_FOLDER)
+
+
+def _left_by_a_crash(path: Path) -> bool:
+    """True for what is there before the manifest is complete."""
+    return path.name == LOCK_NAME or path.name.endswith(TEMPORARY_SUFFIX)
 
 
 @contextmanager
