@@ -20,7 +20,9 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         """Opens the file for appending.  Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk has refused must not wait in memory and fail again on closing.
+        self._file = path.open("ab", buffering=0)
+        self._torn = False  # the last line is incomplete
 
     def write(self, event: str, **values: object) -> None:
         """Writes one event with the time of day; a full disk costs the event, never the run."""
@@ -29,10 +31,11 @@ class EventLog:
             for key, value in values.items()
         }
         try:
+            line = json.dumps({"time": round(time.time(), 3), "event": event, **clean}, allow_nan=False)
             if self._file.tell() < MAX_EVENT_LOG_BYTES:
-                self._file.write(json.dumps({"time": round(time.time(), 3), "event": event, **clean}) + "\n")
-                self._file.flush()
-        except (OSError, ValueError) as error:
+                data = ("\n" * self._torn + line + "\n").encode()
+                self._torn = self._file.write(data) < len(data)
+        except (OSError, ValueError, TypeError) as error:
             logger.warning("event not written: %s", error)
 
     def __enter__(self) -> EventLog:
