@@ -15,6 +15,7 @@ from swarmtrain.status import Status
 PLAIN_INTERVAL_S = 10.0
 REDRAWS_PER_S = 4
 BAR_WIDTH = 16
+LINE_WIDTH = 80
 
 
 class Progress:
@@ -64,15 +65,32 @@ class Progress:
 
 def training_line(status: Status, peers: int) -> str:
     """Returns one line of at most 80 columns about a peer's training."""
-    share = status.step / status.total_steps if status.total_steps else 0.0
-    loss = "-" if math.isnan(status.loss) else f"{status.loss:.3f}"
-    return (
-        f"{bar(share)} {status.step}/{status.total_steps} loss {loss} {status.tokens_per_s:.0f} tok/s"
-        f" peers {peers} met {status.exchanges} net {status.exchange_share:.1%} up {status.bytes_sent / 1e6:.1f}MB"
+    loss = "-" if math.isnan(status.loss) else f"{min(status.loss, 999.0):.3f}"
+    text = (
+        f" {brief(status.step)}/{brief(status.total_steps)} loss {loss} {brief(status.tokens_per_s)} tok/s"
+        f" peers {brief(peers)} met {brief(status.exchanges)} net {status.exchange_share:.1%}"
+        f" up {brief(status.bytes_sent)}B"
     )
+    share = status.step / status.total_steps if status.total_steps else 0.0
+    return bar(share, min(BAR_WIDTH, LINE_WIDTH - len(text) - 2)) + text
 
 
-def bar(share: float) -> str:
+def brief(number: float) -> str:
+    """Returns a number of at least 0 in at most five characters where it is below 10^18: 999, 9999, 10.0k, 123M."""
+    if not math.isfinite(number):
+        return "-"
+    if number < 9_999.5:
+        return f"{number:.0f}"
+    units = "kMGTP"
+    unit = 0
+    number /= 1000
+    while number >= 999.5 and unit < len(units) - 1:
+        number, unit = number / 1000, unit + 1
+    number = min(number, 9999)  # nobody measures more; a stranger may claim it
+    return f"{number:.1f}{units[unit]}" if number < 99.95 else f"{number:.0f}{units[unit]}"
+
+
+def bar(share: float, width: int = BAR_WIDTH) -> str:
     """Returns a progress bar that needs neither colour nor Unicode."""
-    full = round(BAR_WIDTH * min(1.0, max(0.0, share)))
-    return "[" + "#" * full + "." * (BAR_WIDTH - full) + "]"
+    full = round(width * min(1.0, max(0.0, share)))
+    return "[" + "#" * full + "." * (width - full) + "]"
