@@ -111,6 +111,9 @@ class SimulatedTrainer:
                 D[part] *= np.float32(order.factors.get(group, 1.0))
         mix(self.theta, self.phi, D, order.weight)
         self._effort = Effort(0, 0)
+        if (ahead := order.partner_step - self.step) >= self._inner_steps:  # follow the schedule, as the trainer does
+            self.step += ahead
+            self._round_start += ahead
 
     async def adopt(self, bits: NDArray[np.uint16], step: int) -> None:
         self.theta = bf16_to_fp32(bits)
@@ -137,7 +140,7 @@ class VirtualSwarm:
     """Peers of one run on a `MemoryNetwork`.  All randomness comes from `seed`."""
 
     def __init__(
-        self, *, seed: int, link: Link | None = None, step_s: float = 0.2, inner_steps: int = 10, spread: float = 0.0
+        self, *, seed: int, link: Link | None = None, step_s: float = 0.5, inner_steps: int = 10, spread: float = 0.0
     ) -> None:
         self.rng = random.Random(seed)
         self._seed = seed
@@ -148,8 +151,8 @@ class VirtualSwarm:
         self._entry: Address | None = None
 
     async def start(self, nursery: trio.Nursery, count: int) -> None:
-        """Starts `count` more peers, one after the other, the first one of all as bootstrap of the others."""
-        for _ in range(count):
+        """Starts `count` more peers at once; the first one of all is the bootstrap of the others."""
+        for number in range(count):
             index = len(self.peers)
             numbers = np.random.default_rng([self._seed, index])
             start = (self._spread * numbers.standard_normal(LAYOUT.size)).astype(np.float32)
@@ -158,7 +161,10 @@ class VirtualSwarm:
             seed = self._seed.to_bytes(8, "big") + index.to_bytes(24, "big")
             peer = VirtualPeer(index, f"10.{index // 200}.{index % 200}.7", Identity.from_seed(seed), trainer)
             self.peers.append(peer)
-            await nursery.start(self._run, peer)
+            if number == 0:
+                await nursery.start(self._run, peer)
+            else:
+                nursery.start_soon(self._run, peer)
 
     def crash(self, peer: VirtualPeer) -> None:
         """As `kill -9` or a pulled plug: no goodbye."""

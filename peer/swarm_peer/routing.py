@@ -191,6 +191,7 @@ def _network(host: str, v4_bits: int, v6_bits: int) -> Hashable | None:
     return (ip.version, int(ip) >> (ip.max_prefixlen - bits))
 
 
+@lru_cache(maxsize=4096)
 def is_local(host: str) -> bool:
     """True for literal loopback, private and link-local addresses, and for "localhost"."""
     if host == "localhost":
@@ -202,6 +203,7 @@ def is_local(host: str) -> bool:
     return ip.is_loopback or ip.is_private or ip.is_link_local
 
 
+@lru_cache(maxsize=4096)
 def is_dialable(address: Address, *, local_allowed: bool) -> bool:
     """True if an address told by a stranger may be dialled or passed on.
 
