@@ -581,7 +581,13 @@ class Exchanger:
         return min(session.theirs.step, own + ahead if median is None else max(own, median + ahead))
 
     def _staleness(self, closed: ClosedRound, theirs: Offer) -> int:
-        return staleness_in_rounds(closed.step, theirs.step, self._full_round_steps(closed, theirs))
+        """Returns the rounds by which the partner is behind us, or behind the swarm's median where we are ahead of it.
+
+        A peer faster than all others would else find every one of them stale in the end, and train alone.
+        """
+        median = self._partners.swarm_step()
+        here = closed.step if median is None else min(closed.step, median)
+        return staleness_in_rounds(here, theirs.step, self._full_round_steps(closed, theirs))
 
     def _full_round_steps(self, closed: ClosedRound, theirs: Offer) -> int:
         """Returns the length of an own round; the partner's word counts only until there has been one."""

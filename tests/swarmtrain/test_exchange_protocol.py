@@ -514,6 +514,19 @@ def test_a_stale_partner_is_not_mixed_and_is_let_go() -> None:
     virtually(body)
 
 
+def test_a_peer_ahead_of_all_others_still_meets_them() -> None:
+    async def body(bench: Bench) -> None:
+        a, b = await bench.peer("a", 1), await bench.peer("b", 2)
+        a.trainer.step, a.known.median = 1000, 110
+        await a.trainer.end_round()
+        assert await a.wait_for_reports(1) == ["mixed"]
+        assert a.reports[0].staleness == 1  # behind the median
+        assert b.trainer.mixes[0].partner_step == 110  # and it cannot drag others along
+        assert a.trainer.mixes[0].partner_step == 100
+
+    virtually(body)
+
+
 def test_a_claimed_round_length_does_not_hide_staleness() -> None:
     async def body(bench: Bench) -> None:
         a, b = await bench.peer("a", 1), await bench.peer("b", 2, honest=False)
