@@ -38,9 +38,10 @@ OLDEST_PYTHON = (3, 11)
 # Before 23.3 a dry run of pip fetches whole wheels, only to say what it would fetch.
 OLDEST_PIP = (23, 3)
 
-# The release that the tests run with. The second source is PyTorch's own list of CPU builds.
+# The release that the tests run with.
 TESTED_TORCH = "2.13.0"
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Whoever knows a list of CPU builds, such as PyTorch's own, names its URL in this variable.
+TORCH_INDEX_VARIABLE = "SWARMTRAIN_TORCH_INDEX"
 
 # Measured on the two kinds of environment that this script makes.
 UNPACKED_PER_FETCHED = {"cpu": 4.5, "cuda": 1.8}
@@ -218,9 +219,10 @@ def _plan(fixed: list[str], torch: str, *, usual: bool) -> tuple[Plan, list[str]
     """
     if usual:
         return _resolve([*fixed, torch], []), []
+    index = os.environ.get(TORCH_INDEX_VARIABLE)
     candidates = [
         (f"torch=={TESTED_TORCH}", []),
-        (f"torch=={TESTED_TORCH}+cpu", ["--extra-index-url", TORCH_CPU_INDEX]),
+        (f"torch=={TESTED_TORCH}+cpu", ["--extra-index-url", index] if index else []),
         (torch, []),
     ]
     fallback, failure = None, None
@@ -235,7 +237,10 @@ def _plan(fixed: list[str], torch: str, *, usual: bool) -> tuple[Plan, list[str]
         fallback = fallback or (plan, options)
     if fallback is None:
         raise failure or SetupError("torch cannot be had")
-    _say("no CPU build of torch for this Python is to be had here; taking the CUDA build, which also runs on a CPU")
+    _say(
+        "no CPU build of torch for this Python is to be had here; taking the CUDA build, which also runs on a CPU "
+        f"(to avoid it, set {TORCH_INDEX_VARIABLE} to the URL of PyTorch's list of CPU builds)"
+    )
     return fallback
 
 

@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from swarmtrain.errors import UserError
+from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.local_swarm import LocalSwarm, PeerProcess, summary_table
 from swarmtrain.pretrained import load_export
 
@@ -81,7 +81,8 @@ def create_run(model: Path, out: Path, steps: int) -> Path:
     arguments = ["--state", str(out / "state"), "create", str(out / "run.toml"), "--out", str(out), "--json"]
     done = subprocess.run([sys.executable, "-m", "swarmtrain", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(done.stderr.strip())
+        message = done.stderr.strip().removeprefix("swarmtrain: ")
+        raise UserError(message, ExitCode(done.returncode))
     return out / "finetune.run"
 
 
@@ -98,7 +99,7 @@ def report(peers: list[PeerProcess], seconds: float) -> None:
     per_weight = sent / (len(exchanges) * weights) if exchanges else 0.0
     console.print(
         Text(
-            f"{patches} of {len(exchanges)} snapshots arrived as sparse patches; {per_weight:.2f} bytes per weight and "
+            f"{patches} of {len(exchanges)} snapshots arrived as patches; {per_weight:.2f} bytes per weight and "
             f"exchange on average. {seconds:.0f} s in all."
         ),
         soft_wrap=True,
