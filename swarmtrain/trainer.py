@@ -39,6 +39,7 @@ from swarmtrain.replica import MatchedReplica, NolocoReplica, Replica
 from swarmtrain.schedule import CLOSING_DIVISOR, Schedule
 from swarmtrain.slabs import OWN_SLOTS, PARTNER_SLOT, Slabs
 from swarmtrain.tokenizer import ByteTokenizer
+from swarmtrain.trainer_state import Place, collect_state, restore_state
 
 PROGRESS_INTERVAL_S = 0.5
 EVALUATIONS_PER_RUN = 20
@@ -71,7 +72,9 @@ class Trainer:
     def __init__(self, job: control.Start, channel: TrainerControl) -> None:
         self._job = job
         self._channel = channel
-        self._manifest = decode_manifest(job.manifest).manifest
+        signed = decode_manifest(job.manifest)
+        self._run_id = signed.run_id
+        self._manifest = signed.manifest
         self._optimizer_config = self._manifest.optimizer
         self._schedule = self._make_schedule()
         self._device = choose_device(job.device)
@@ -327,57 +330,43 @@ class Trainer:
             self._saver.join()
         self._save_requested = False
         self._last_save_s = time.monotonic()
-        tensors = {f"replica.{name}": tensor.to("cpu", copy=True) for name, tensor in self._replica.state().items()}
-        for index, state in enumerate(self._optimizer.state_dict()["state"].values()):
-            for name, tensor in state.items():
-                tensors[f"optimizer.{index}.{name}"] = tensor.to("cpu", copy=True)
-        tensors["rng"] = torch.get_rng_state().clone()
-        meta: dict[str, object] = {
-            "run": decode_manifest(self._job.manifest).run_id.hex(),
-            "step": self._step,
-            "joined_at": self._joined_at,
-            "batches_done": self._batches_done,
-            "tokens_total": self._tokens_total,
-            "round": self._round,
-            "train_s": self._watch.train_s,
-            "exchange_s": self._watch.exchange_s,
-        }
+        tensors = collect_state(self._replica, self._optimizer)
+        meta = self._place().to_meta(self._run_id)
         self._saver = threading.Thread(target=self._write_checkpoint, args=(tensors, meta), name="checkpoint")
         self._saver.start()
         if wait:
             self._saver.join()
 
-    def _write_checkpoint(self, tensors: dict[str, Tensor], meta: dict[str, object]) -> None:
+    def _write_checkpoint(self, tensors: dict[str, Tensor], meta: dict[str, str | int | float]) -> None:
         try:
             path = save_checkpoint(Path(self._job.checkpoint_directory), tensors, meta)
         except (OSError, UserError) as error:
             print(f"checkpoint not written: {error}; training goes on", file=sys.stderr)
             return
         with contextlib.suppress(ControlError):
-            self._channel.send(control.Saved(step=int(str(meta["step"])), path=str(path)))
+            self._channel.send(control.Saved(step=int(meta["step"]), path=str(path)))
 
     def _resume(self) -> str:
         directory = Path(self._job.checkpoint_directory)
         tensors, meta = load_checkpoint(directory)
-        run_id = decode_manifest(self._job.manifest).run_id.hex()
-        if meta.get("run") != run_id:
-            raise UserError(f"{directory}: this checkpoint belongs to run {meta.get('run')}, not to {run_id}")
-        with torch.no_grad():
-            self._replica.load_state(
-                {name.removeprefix("replica."): t for name, t in tensors.items() if name.startswith("replica.")}
-            )
-        self._load_optimizer(tensors)
-        torch.set_rng_state(tensors["rng"])
-        step, joined_at, batches_done, tokens_total, round_, train_s, exchange_s = (
-            meta[name]
-            for name in ("step", "joined_at", "batches_done", "tokens_total", "round", "train_s", "exchange_s")
-        )
-        self._step, self._joined_at, self._batches_done = int(str(step)), int(str(joined_at)), int(str(batches_done))
-        self._tokens_total, self._round = int(str(tokens_total)), int(str(round_))
-        self._watch.train_s, self._watch.exchange_s = float(str(train_s)), float(str(exchange_s))
-        self._round_started_step = self._step
-        self._tokens_at_progress = self._tokens_total
+        place = Place.from_meta(meta, self._run_id, directory)
+        restore_state(tensors, self._replica, self._optimizer)
+        self._step = self._round_started_step = place.step
+        self._joined_at, self._batches_done, self._round = place.joined_at, place.batches_done, place.round
+        self._tokens_total = self._tokens_at_progress = place.tokens_total
+        self._watch.train_s, self._watch.exchange_s = place.train_s, place.exchange_s
         return str(directory)
+
+    def _place(self) -> Place:
+        return Place(
+            step=self._step,
+            joined_at=self._joined_at,
+            batches_done=self._batches_done,
+            tokens_total=self._tokens_total,
+            round=self._round,
+            train_s=self._watch.train_s,
+            exchange_s=self._watch.exchange_s,
+        )
 
     # ------------------------------------------------------------------------------------------------------ parts
 
@@ -402,14 +391,6 @@ class Trainer:
             betas=config.betas,
             foreach=True,
         )
-
-    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, field = name.split(".", 2)
-                state.setdefault(int(index), {})[field] = tensor
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
 
     def _make_schedule(self) -> Schedule:
         config = self._optimizer_config
