@@ -18,19 +18,18 @@ import msgspec
 import numpy as np
 import trio
 from swarm_peer.addresses import Contact
-from swarm_peer.errors import PeerError
 from swarm_peer.identity import short
 from swarm_peer.members import Member
 from swarm_peer.membership import Membership
 from swarm_peer.records import PeerState
 
-from swarmtrain import __version__, control
+from swarmtrain import control
 from swarmtrain.control import ToNode
 from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.events import EventLog
 from swarmtrain.exchange import ExchangeConfig, Exchanger, Report
-from swarmtrain.export import ExportCard, export_model
+from swarmtrain.final_merge import export_merge, fetch_final_replicas, most_tokens_of_a_peer
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
 from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
 from swarmtrain.mixing import staleness_in_rounds
@@ -38,7 +37,7 @@ from swarmtrain.model_config import parameter_specs
 from swarmtrain.node import Node
 from swarmtrain.run_lookup import LocatedRun, announce
 from swarmtrain.slabs import Slabs
-from swarmtrain.snapshots import Payload, PayloadInvalid, Snapshot, SnapshotLibrary, take_snapshot
+from swarmtrain.snapshots import Snapshot, SnapshotLibrary, take_snapshot
 from swarmtrain.status import FinalReplica, Status, decode_status
 from swarmtrain.trainer_link import TrainerLink
 from swarmtrain.workspace import Workspace
@@ -51,7 +50,6 @@ logger = logging.getLogger("swarmtrain.peer")
 STATUS_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.2
 FIRST_LOOK_S = 3.0
-MAX_MERGED_REPLICAS = 32
 # A transfer is given up when the link is slower than this; below it a run of this size makes no sense.
 SLOWEST_LINK_BYTES_PER_S = 20_000
 TRANSFER_SLACK_S = 60.0
@@ -420,10 +418,16 @@ class TrainingPeer:
         self._publish()
         await self._wait_until(self._nobody_trains, self._job.linger_s)
         replicas = [WeightedReplica(self._final.bits, finished.tokens_total)]
-        replicas += await self._fetch_finals()
+        replicas += await fetch_final_replicas(
+            self._membership.live(),
+            self._joiner,
+            rng=self._rng,
+            most_tokens=most_tokens_of_a_peer(self._manifest),
+            deadline_s=self._transfer_deadline_s(),
+        )
         merge = await trio.to_thread.run_sync(merge_replicas, replicas)
         loss = await self._link.evaluate(fp32_to_bf16(merge.weights))
-        await trio.to_thread.run_sync(self._export, merge, loss)
+        await trio.to_thread.run_sync(export_merge, self._job.workspace.model, self._run.signed, merge, loss)
         self._events.write("merged", replicas=merge.replicas, spread=merge.spread, validation_loss=loss)
         self._update(merged=True)
         self._publish()
@@ -449,45 +453,3 @@ class TrainingPeer:
         """False while someone may still need our final replica."""
         finished = [member for member in self._membership.live() if member.state is PeerState.FINISHED]
         return all(decode_status(member.status).merged for member in finished)
-
-    async def _fetch_finals(self) -> list[WeightedReplica]:
-        finals = [
-            (member, status.final)
-            for member in self._membership.live()
-            if (status := decode_status(member.status)).final is not None
-        ]
-        self._rng.shuffle(finals)
-        replicas = []
-        for member, final in finals[: MAX_MERGED_REPLICAS - 1]:
-            assert final is not None
-            payload = Payload(final.snapshot, b"", final.blob, final.size_bytes)
-            try:
-                snapshot = await self._joiner.fetch_payload(
-                    payload, member.contact, deadline_s=self._transfer_deadline_s()
-                )
-            except (PeerError, PayloadInvalid) as error:
-                logger.warning("final replica of %s not merged: %s", short(member.contact.peer_id), error)
-                continue
-            # A peer's own count of its tokens may weigh at most as much as the whole run's schedule allows.
-            replicas.append(WeightedReplica(snapshot.bits, min(final.tokens, self._most_tokens())))
-        return replicas
-
-    def _most_tokens(self) -> int:
-        config = self._manifest.optimizer
-        per_step = config.batch_size * config.grad_accumulation * self._manifest.model.context_length
-        return config.total_steps * per_step
-
-    def _export(self, merge: Merge, validation_loss: float) -> None:
-        state = {span.name: merge.weights[span.start : span.stop].reshape(span.shape) for span in self._layout.spans}
-        card = ExportCard(
-            run_name=self._manifest.name,
-            run_id=self._run.signed.run_id,
-            peers=merge.replicas,
-            tokens=merge.tokens,
-            merge="token-weighted mean of the final replicas",
-            spread=merge.spread,
-            validation_loss=validation_loss if math.isfinite(validation_loss) else None,
-            command=f"swarmtrain join --run-id {self._manifest.name} --peer HOST:PORT",
-            swarmtrain_version=__version__,
-        )
-        export_model(self._job.workspace.model, state, self._manifest.model.config(), card)
