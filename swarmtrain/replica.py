@@ -131,12 +131,18 @@ class NolocoReplica(_FlatReplica):
 
     @torch.no_grad()
     def mix(self, own: Tensor, partner: Tensor, weight: float, factors: Mapping[str, float]) -> None:
-        """Takes the outer step with the partner.  The paper weighs both peers alike, so `weight` scales D by 2w."""
+        """Takes the outer step with the partner.  The paper weighs both peers alike, so `weight` scales D by 2w.
+
+        When a later round has been settled meanwhile, its outer step is done: then the pair only moves together.
+        """
         D = torch.empty_like(self.theta)
         for group, parts in self._groups.items():
             for part in parts:
                 D[part] = self._difference(own, partner, part, factors.get(group, 1.0)) * (2.0 * weight)
-        self._outer_step(D)
+        if self._target is None:
+            mixing.mix(self.theta, self.phi, D, 0.5)
+        else:
+            self._outer_step(D)
 
     @torch.no_grad()
     def abandon(self) -> None:

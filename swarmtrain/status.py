@@ -12,6 +12,9 @@ from typing import Annotated
 import msgspec
 
 MAX_STATUS_BYTES = 512
+# A stranger's figures end up on terminals: what no measurement can be is shown as not known.
+_MEASURES = ("loss", "validation_loss", "tokens_per_s", "exchange_share")
+_LARGEST_MEASURE = 1e12
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 _Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -54,6 +57,9 @@ def decode_status(data: bytes) -> Status:
     if len(data) > MAX_STATUS_BYTES:
         return Status()
     try:
-        return msgspec.msgpack.decode(data, type=Status)
+        status = msgspec.msgpack.decode(data, type=Status)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return Status()
+    measured = {name: getattr(status, name) for name in _MEASURES}
+    absurd = {name: math.nan for name, value in measured.items() if not abs(value) <= _LARGEST_MEASURE}
+    return msgspec.structs.replace(status, **absurd) if absurd else status

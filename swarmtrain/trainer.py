@@ -206,9 +206,9 @@ class Trainer:
 
     def _close_round(self) -> None:
         """Takes the outer step and hands the snapshot to the node."""
-        requested, self._close_requested = self._close_requested, False
         if not self._free_slots:
             return  # the node holds all snapshots; the round goes on until one comes back
+        requested, self._close_requested = self._close_requested, False
         slot = self._free_slots.pop()
         norms = self._replica.close_round(self._slots[slot])
         self._round += 1

@@ -213,8 +213,9 @@ class TrainingPeer:
             else:
                 self._library.add(donation.snapshot)
                 self._link.fill_partner_slot(donation.snapshot.bits)
-                self.on_notice(f"weights received at step {donation.step} of {self.status.total_steps}")
-                return self._start("slot", donation.step)
+                step = self._credible_step(donation)
+                self.on_notice(f"weights received at step {step} of {self.status.total_steps}")
+                return self._start("slot", step)
         await trio.to_thread.run_sync(self._job.genesis.tofile, self._job.workspace.genesis)
         self.on_notice("starting from the run's genesis")
         return self._start("file", 0)
@@ -223,7 +224,10 @@ class TrainingPeer:
         self._library.add(take_snapshot(self._layout, fp32_to_bf16(self._job.genesis)), permanent=True)
 
     async def _first_look(self) -> list[Contact]:
-        """Waits a moment for members to appear; returns those that train and have closed a round, furthest first."""
+        """Waits a moment for members to appear; returns those that train and have closed a round.
+
+        The ones in the middle of the swarm come first: a step is only a claim.
+        """
         await self._wait_until(lambda: bool(self._training_members()), FIRST_LOOK_S)
         finished = [m for m in self._membership.live() if m.state is PeerState.FINISHED]
         training = self._training_members()
@@ -233,8 +237,15 @@ class TrainingPeer:
                 f"run {name} has ended; take its model home with: swarmtrain export --run-id {name} --peer …",
                 ExitCode.NO_RUN,
             )
-        known = sorted(((decode_status(m.status).step, m) for m in training), key=lambda pair: -pair[0])
-        return [member.contact for step, member in known if step > self._round_steps]
+        median = self.swarm_step() or 0
+        known = [(decode_status(member.status).step, member.contact) for member in training]
+        able = [(step, contact) for step, contact in known if step > self._round_steps]
+        return [contact for step, contact in sorted(able, key=lambda pair: abs(pair[0] - median))]
+
+    def _credible_step(self, donation: Donation) -> int:
+        """Returns the donor's step, but at most a round beyond the median of what all live peers report."""
+        median = self.swarm_step()
+        return donation.step if median is None else min(donation.step, median + self._round_steps)
 
     def _start(self, weights: str, step: int) -> Callable[[int], control.Start]:
         job = self._job
@@ -278,9 +289,10 @@ class TrainingPeer:
                 logger.warning("no donor to catch up from: %s", error)
                 continue
             self._library.add(donation.snapshot)
-            await self._link.adopt(donation.snapshot.bits, donation.step)
-            self.on_notice(f"caught up with the swarm at step {donation.step}")
-            self._events.write("caught-up", step=donation.step)
+            step = self._credible_step(donation)
+            await self._link.adopt(donation.snapshot.bits, step)
+            self.on_notice(f"caught up with the swarm at step {step}")
+            self._events.write("caught-up", step=step)
 
     # --------------------------------------------------------------------------------------------------------- partners
 

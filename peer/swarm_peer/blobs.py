@@ -25,7 +25,7 @@ from swarm_peer.blob_store import BlobId as BlobId
 from swarm_peer.blob_store import BlobStore as BlobStore
 from swarm_peer.blob_store import Descriptor as Descriptor
 from swarm_peer.blob_store import descriptor_cap_bytes as descriptor_cap_bytes
-from swarm_peer.errors import BlobInvalid, BlobUnavailable, PeerError, Refusal
+from swarm_peer.errors import BlobInvalid, BlobUnavailable, DeadlineExpired, PeerError, Refusal
 from swarm_peer.identity import PeerId, short
 from swarm_peer.rpc import Caller, Method, Priority
 
@@ -67,7 +67,9 @@ async def offload_to_thread(sync_fn: Callable[..., Result], /, *args: Any) -> Re
 
 @dataclass(frozen=True, slots=True)
 class BlobParams:
-    """`requests_per_holder`: chunks in flight from one holder. `chunk_deadline_s`: within which a chunk must come.
+    """`requests_per_holder`: chunks in flight from one holder at most; a fetch begins with one and adds one for each
+    chunk that came quickly. `chunk_deadline_s`: within which a chunk must come. A chunk that does not halves the
+    requests to its holder and doubles its deadline, up to `chunk_deadline_cap_s`: on a slow link all are late.
 
     A holder is left after `failures_per_holder` failures in a row; `pause_s` passes before it is asked again. After
     `hedge_after_s` an idle holder is asked too for a chunk that is on its way. `uploads` bounds the chunks that are
@@ -76,6 +78,7 @@ class BlobParams:
 
     requests_per_holder: int = 6
     chunk_deadline_s: float = 20.0
+    chunk_deadline_cap_s: float = 160.0
     descriptor_deadline_s: float = 10.0
     hedge_after_s: float = 2.0
     failures_per_holder: int = 3
@@ -151,6 +154,27 @@ class _Job:
     faults: dict[PeerId, str]
     holders: int
     progress: Callable[[int, int], None] | None
+
+
+class _Pace:
+    """How many chunks one holder is asked for at once, and how long each may take: as fast as its link allows."""
+
+    def __init__(self, params: BlobParams) -> None:
+        self._params = params
+        self.requests = 1
+        self.deadline_s = params.chunk_deadline_s
+
+    def note_arrival(self, took_s: float) -> None:
+        if took_s < self.deadline_s / 4:
+            self.requests = min(self.requests + 1, self._params.requests_per_holder)
+
+    def note_lateness(self) -> bool:
+        """Slows down. False if it cannot get any slower: then the holder has stalled."""
+        if self.requests == 1 and self.deadline_s >= self._params.chunk_deadline_cap_s:
+            return False
+        self.requests = max(1, self.requests // 2)
+        self.deadline_s = min(2 * self.deadline_s, self._params.chunk_deadline_cap_s)
+        return True
 
 
 class BlobExchange:
@@ -283,11 +307,16 @@ class BlobExchange:
     async def _use_holder(self, job: _Job, holder: Contact) -> None:
         """Keeps some requests going to one holder until the blob is complete or the holder is given up."""
         partial, peer_id, limit = job.partial, PeerId(holder.peer_id), self._params.failures_per_holder
-        failures, failed_at = 0, -math.inf
+        failures, failed_at, slowed_at = 0, -math.inf, -math.inf
+        pace = _Pace(self._params)
 
-        async def work() -> None:
-            nonlocal failures, failed_at
+        async def work(number: int) -> None:
+            nonlocal failures, failed_at, slowed_at
             while not partial.is_complete and failures < limit:
+                if number >= pace.requests:
+                    with trio.move_on_after(self._params.hedge_after_s / 2):
+                        await partial.changed.wait()
+                    continue
                 asked_at = trio.current_time()
                 index = partial.choose(peer_id, asked_at - self._params.hedge_after_s)
                 if index is None:
@@ -296,9 +325,18 @@ class BlobExchange:
                     continue
                 pause_s = 0.0
                 try:
-                    if await self._fetch_chunk(job, holder, index) and job.progress:
-                        job.progress(partial.done_bytes, partial.descriptor.size)
+                    if await self._fetch_chunk(job, holder, index, pace.deadline_s):
+                        pace.note_arrival(trio.current_time() - asked_at)
+                        if job.progress:
+                            job.progress(partial.done_bytes, partial.descriptor.size)
                     failures = failures if failures >= limit else 0
+                except DeadlineExpired as error:
+                    # Chunks that were asked for together are late together, and slow us down once.
+                    if asked_at > slowed_at:
+                        slowed_at = trio.current_time()
+                        if not pace.note_lateness():
+                            job.faults.setdefault(peer_id, str(error))
+                            failures = limit
                 except BlobInvalid:
                     failures = limit
                     job.faults[peer_id] = "sent a wrong chunk"
@@ -320,10 +358,10 @@ class BlobExchange:
 
         share = -(-len(partial.missing) // job.holders)
         async with trio.open_nursery() as nursery:
-            for _ in range(max(1, min(self._params.requests_per_holder, share))):
-                nursery.start_soon(work)
+            for number in range(max(1, min(self._params.requests_per_holder, share))):
+                nursery.start_soon(work, number)
 
-    async def _fetch_chunk(self, job: _Job, holder: Contact, index: int) -> bool:
+    async def _fetch_chunk(self, job: _Job, holder: Contact, index: int, deadline_s: float) -> bool:
         """Gets one chunk into place. False if another holder was faster. Raises `PeerError`."""
         partial, peer_id = job.partial, PeerId(holder.peer_id)
         start, end = partial.descriptor.span(index)
@@ -333,7 +371,7 @@ class BlobExchange:
             partial.asked_at[index] = trio.current_time()
             try:
                 chunk = await self._endpoint.call(
-                    holder, method, ChunkRequest(job.blob_id, index), deadline_s=self._params.chunk_deadline_s
+                    holder, method, ChunkRequest(job.blob_id, index), deadline_s=deadline_s
                 )
                 if not await self._offload(partial.take, index, chunk):
                     raise BlobInvalid(f"wrong chunk from peer {short(peer_id)}")

@@ -321,6 +321,19 @@ def test_a_stalled_holder_costs_a_moment_not_the_deadline() -> None:
     with_fleet(scenario)
 
 
+@pytest.mark.parametrize("bytes_per_s", [5_000, 20_000, 200_000])
+def test_a_slow_link_is_slow_and_no_stall(bytes_per_s: int) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.holder(DATA)
+        exchange = await fleet.fetcher()
+        began = trio.current_time()
+        assert await exchange.fetch(BLOB, fleet.holders, max_size_bytes=4 * MIB, deadline_s=3600) == DATA
+        # Little is sent twice.
+        assert trio.current_time() - began < 1.5 * len(DATA) / bytes_per_s + 60
+
+    with_fleet(scenario, Link(latency_s=0.05, bandwidth_bytes_per_s=bytes_per_s))
+
+
 def test_a_holder_that_dies_in_mid_transfer_is_replaced() -> None:
     async def scenario(fleet: Fleet) -> None:
         for _ in range(2):

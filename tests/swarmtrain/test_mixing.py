@@ -273,6 +273,19 @@ def test_abandoned_exchange_is_the_peers_own_outer_step(kind: str) -> None:
     torch.testing.assert_close(a.theta, a.phi + progress, rtol=1e-4, atol=1e-5)
 
 
+def test_a_late_noloco_mix_after_a_newer_round_still_brings_the_pair_together() -> None:
+    a, b = make_pair("noloco", 10)
+    b.theta += 0.5
+    old = [torch.zeros(36, dtype=torch.bfloat16) for _ in range(2)]
+    for replica, slot in zip((a, b), old, strict=True):
+        replica.close_round(slot)
+        replica.abandon()  # as when a newer round was closed and settled while the exchange was under way
+    apart = float((a.theta - b.theta).norm())
+    a.mix(old[0], old[1], 0.5, {})
+    b.mix(old[1], old[0], 0.5, {})
+    assert float((a.theta - b.theta).norm()) < apart
+
+
 def test_close_round_reports_drift_per_module_group() -> None:
     a, _ = make_pair("matched", 9)
     a.theta[:32] += 0.5

@@ -103,3 +103,12 @@ def test_values_out_of_bounds_make_the_whole_status_empty(changes: dict[str, Any
 def test_more_fields_than_we_know_are_refused() -> None:
     fields = [*msgspec.structs.asdict(Status()).values(), 1]
     assert is_empty(decode_status(msgspec.msgpack.encode(fields)))
+
+
+@pytest.mark.parametrize("absurd", [1e308, -1e300, math.inf, -math.inf])
+def test_figures_that_no_measurement_can_be_are_not_known(absurd: float) -> None:
+    told = Status(step=3, loss=absurd, tokens_per_s=absurd, validation_loss=2.5)
+    heard = decode_status(told.encode())
+    assert math.isnan(heard.loss)
+    assert math.isnan(heard.tokens_per_s)
+    assert (heard.step, heard.validation_loss) == (3, 2.5)
