@@ -16,10 +16,11 @@ from typing import Annotated, Protocol
 import msgspec
 import trio
 from swarm_peer.addresses import Contact
+from swarm_peer.blobs import Offload
 from swarm_peer.errors import PeerError, Refusal
 from swarm_peer.rpc import Caller, Method
 
-from swarmtrain.exchange import Count, Hash, Offload
+from swarmtrain.exchange_messages import Count, Hash
 from swarmtrain.snapshots import (
     MAX_HAVES,
     Payload,

@@ -29,22 +29,33 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Protocol
 
-import msgspec
 import numpy as np
 import trio
 from numpy.typing import NDArray
 from swarm_peer.addresses import Contact
+from swarm_peer.blobs import Offload
 from swarm_peer.errors import PeerError, ProtocolError, Refusal
-from swarm_peer.rpc import Caller, Method
+from swarm_peer.rpc import Caller
 
+from swarmtrain.exchange_messages import (
+    APPLY,
+    CANCEL,
+    COMMIT,
+    OPEN,
+    ApplyRequest,
+    CancelRequest,
+    CommitRequest,
+    Done,
+    Offer,
+    OpenReply,
+    OpenRequest,
+)
 from swarmtrain.guard import Guard
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
-from swarmtrain.mixing import Effort, mix_weight, relative_weight, staleness_in_rounds
+from swarmtrain.mixing import mix_weight, relative_weight, staleness_in_rounds
 from swarmtrain.snapshots import (
-    HASH_BYTES,
-    MAX_HAVES,
     EncodedSnapshot,
     Payload,
     PayloadInvalid,
@@ -58,66 +69,6 @@ from swarmtrain.snapshots import (
 from swarmtrain.trainer_link import ClosedRound, MixOrder, TrainerGone, TrainerPort
 
 logger = logging.getLogger("swarmtrain.exchange")
-
-T = TypeVar("T")
-
-# ----------------------------------------------------------------------------------------------------- messages
-
-Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
-
-
-class Offer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What one side brings.  `tokens` and `steps` count since its last exchange; `haves` are bases it holds."""
-
-    run_id: Hash
-    snapshot: Hash
-    step: Count
-    round_steps: Count
-    tokens: Count
-    steps: Count
-    haves: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=MAX_HAVES)]
-
-    @property
-    def effort(self) -> Effort:
-        return Effort(self.tokens, self.steps)
-
-
-SessionId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-
-
-class OpenRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    session: SessionId
-    offer: Offer
-
-
-class OpenReply(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    offer: Offer
-    payload: Payload
-
-
-class CommitRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    session: SessionId
-    payload: Payload
-
-
-class ApplyRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    session: SessionId
-
-
-class CancelRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    session: SessionId
-    reason: Annotated[str, msgspec.Meta(max_length=40)]
-
-
-class Done(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """An empty reply."""
-
-
-OPEN = Method("exchange.open", OpenRequest, OpenReply, max_request_bytes=2048, max_reply_bytes=2048)
-COMMIT = Method("exchange.commit", CommitRequest, Done, max_request_bytes=1024, max_reply_bytes=64)
-APPLY = Method("exchange.apply", ApplyRequest, Done, max_request_bytes=128, max_reply_bytes=64)
-CANCEL = Method("exchange.cancel", CancelRequest, Done, max_request_bytes=128, max_reply_bytes=64)
 
 CANCEL_DEADLINE_S = 2.0
 # Strangers choose the refusal codes that we count and, by failing, the peers that we remember.
@@ -148,12 +99,6 @@ class Blobs(Protocol):
     def discard(self, blob_id: bytes) -> None: ...
 
     async def fetch(self, blob_id: bytes, holder: Contact, *, max_size_bytes: int, deadline_s: float) -> bytes: ...
-
-
-class Offload(Protocol):
-    """Runs a function in a worker thread; inline under a virtual clock."""
-
-    async def __call__(self, function: Callable[..., T], /, *args: Any) -> T: ...  # noqa: ANN401  # any function's arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

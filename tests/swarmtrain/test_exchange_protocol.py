@@ -20,24 +20,19 @@ from swarm_peer.errors import BlobUnavailable, PeerError, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.memory import Link, MemoryNetwork
 
-from swarmtrain.exchange import (
+from swarmtrain.exchange import MAX_BACKOFFS, MAX_COUNTED_OUTCOMES, ExchangeConfig, ExchangeFailed, Exchanger, Report
+from swarmtrain.exchange_messages import (
     APPLY,
     CANCEL,
     COMMIT,
-    MAX_BACKOFFS,
-    MAX_COUNTED_OUTCOMES,
     OPEN,
     ApplyRequest,
     CancelRequest,
     CommitRequest,
     Done,
-    ExchangeConfig,
-    ExchangeFailed,
-    Exchanger,
     Offer,
     OpenReply,
     OpenRequest,
-    Report,
 )
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, fp32_to_bf16
 from swarmtrain.mixing import Effort
