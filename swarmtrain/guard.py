@@ -7,7 +7,12 @@ Clipping is self-centred (ClippedGossip, arXiv 2202.01545): D is scaled so that 
 tau is not computable by a peer; ours is the running median of the last 64 accepted, already clipped norms.  Clipped
 values in the history mean that an attacker who always sits at the threshold cannot raise it.  A floor taken from the
 peer's own drift, which no partner controls, lets tau grow again when training itself moves faster: two honest
-replicas that drifted apart independently are about sqrt(2) outer steps from each other.
+replicas that drifted apart independently are about sqrt(2) outer steps from each other.  The largest of the last
+rounds counts, because a round that a partner has cut short says little about how far a whole one goes.
+
+A far outlier is refused once; when the same partner is far again, it is mixed with, clipped.  Refusing it for good
+would part honest replicas for ever in a small swarm: the further apart, the more of an outlier.  An attacker gains
+nothing by it, since being clipped at every second meeting moves us less than sitting at the threshold at each.
 """
 
 from __future__ import annotations
@@ -23,9 +28,9 @@ Z_LIMIT = 3.0
 EMA_RATE = 0.02
 MIN_SAMPLES_FOR_Z = 16
 # A swarm in lockstep has almost constant norms; without a floor on the deviation ordinary noise would be refused.
-MIN_RELATIVE_DEVIATION = 0.25
-# After a healed partition every partner is far away: then it is not the partners who are odd.
-FAR_PARTNERS_BEFORE_ACCEPTING = 3
+MIN_RELATIVE_DEVIATION = 0.5
+DRIFT_HISTORY = 16
+MAX_FAR_PARTNERS = 256  # strangers must not make us remember without end
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Verdict:
 @dataclass(slots=True)
 class _GroupHistory:
     accepted: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    drifts: deque[float] = field(default_factory=lambda: deque(maxlen=DRIFT_HISTORY))
     mean: float = 0.0
     variance: float = 0.0
     samples: int = 0
@@ -52,11 +58,12 @@ class _GroupHistory:
         deviation = max(math.sqrt(self.variance), MIN_RELATIVE_DEVIATION * self.mean)
         return (norm - self.mean) / deviation if deviation > 0 else 0.0
 
-    def record(self, norm: float, clipped_norm: float) -> None:
+    def record(self, clipped_norm: float) -> None:
+        """Takes in what was applied; a raw norm would let one far partner make itself ordinary."""
         self.accepted.append(clipped_norm)
         self.samples += 1
         rate = max(EMA_RATE, 1.0 / self.samples)
-        difference = norm - self.mean
+        difference = clipped_norm - self.mean
         self.mean += rate * difference
         self.variance = (1.0 - rate) * (self.variance + rate * difference * difference)
 
@@ -68,13 +75,13 @@ class Guard:
         """`outer_gain` is beta / (1 - alpha), the long-run length of an outer step in units of the drift."""
         self._outer_gain = outer_gain
         self._groups: dict[str, _GroupHistory] = {}
-        self._far_partners: set[bytes] = set()
+        self._far_partners: dict[bytes, None] = {}  # refused once; oldest first
 
-    def threshold(self, group: str, drift_norm: float) -> float:
+    def threshold(self, group: str) -> float:
         """Returns tau for a group: median of its accepted norms, but at least the own-drift floor."""
-        history = self._groups.get(group)
-        floor = math.sqrt(2.0) * self._outer_gain * drift_norm
-        return max(median(history.accepted), floor) if history and history.accepted else floor
+        history = self._groups.get(group, _GroupHistory())
+        floor = math.sqrt(2.0) * self._outer_gain * max(history.drifts, default=0.0)
+        return max(median(history.accepted), floor) if history.accepted else floor
 
     def judge(self, partner: bytes, norms: Mapping[str, float], drift_norms: Mapping[str, float]) -> Verdict:
         """Judges L2 norms of D per group; `drift_norms` are the norms of the peer's own last drift per group.
@@ -83,18 +90,23 @@ class Guard:
         """
         if not all(math.isfinite(norm) for norm in norms.values()):
             return Verdict(False, {}, "not-finite")
-        if self._is_far(norms):
-            self._far_partners.add(partner)
-            if len(self._far_partners) < FAR_PARTNERS_BEFORE_ACCEPTING:
-                return Verdict(False, {}, "norm-outlier")
+        for group, drift in drift_norms.items():
+            self._groups.setdefault(group, _GroupHistory()).drifts.append(drift)
+        if not self._is_far(norms):
+            self._far_partners.pop(partner, None)
+        elif partner in self._far_partners:
+            del self._far_partners[partner]
         else:
-            self._far_partners.clear()
+            self._far_partners[partner] = None
+            if len(self._far_partners) > MAX_FAR_PARTNERS:
+                del self._far_partners[next(iter(self._far_partners))]
+            return Verdict(False, {}, "norm-outlier")
         factors = {}
         for group, norm in norms.items():
-            tau = self.threshold(group, drift_norms.get(group, 0.0))
+            tau = self.threshold(group)
             # No history and no drift yet: nothing to compare with, and nothing trained that could be damaged.
             factors[group] = min(1.0, tau / norm) if norm > 0 and tau > 0 else 1.0
-            self._groups.setdefault(group, _GroupHistory()).record(norm, norm * factors[group])
+            self._groups.setdefault(group, _GroupHistory()).record(norm * factors[group])
         return Verdict(True, factors)
 
     def _is_far(self, norms: Mapping[str, float]) -> bool:
