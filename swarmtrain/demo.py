@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 450
 QUICK_STEPS = 40
-ROUNDS = 45
+ROUNDS = 40
 PROMPT = b"The import statement "
 
 RUN_FILE = """
@@ -85,7 +85,7 @@ def _introduce(console: Console, options: DemoOptions, steps: int) -> None:
 
 
 def _make_run(out: Path, name: str, steps: int) -> Path:
-    text = RUN_FILE.format(name=name, steps=steps, warmup=max(1, steps // 20), inner=max(2, steps // ROUNDS))
+    text = RUN_FILE.format(name=name, steps=steps, warmup=max(1, steps // 20), inner=max(5, steps // ROUNDS))
     path = out / f"{name}.run"
     make_run(parse_run_file(text, out / f"{name}.toml"), Identity.load_or_create(out / "creator.pem"), path)
     return path
