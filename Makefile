@@ -19,7 +19,7 @@ setup:  ## make .venv and install swarmtrain into it (nothing to do: under a sec
 setup-dev:
 	$(SETUP) --dev
 
-demo: setup  ## one bootstrap peer and three training peers on this machine, about four minutes
+demo: setup  ## one bootstrap peer and three training peers on this machine, about two minutes
 	@$(BIN)/swarmtrain demo $(DEMO_OPTIONS)
 
 test: check  ## linters, types and the whole test suite
