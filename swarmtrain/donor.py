@@ -8,6 +8,7 @@ blob.
 from __future__ import annotations
 
 import logging
+import statistics
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.blobs import Offload
 from swarm_peer.errors import PeerError, Refusal
+from swarm_peer.identity import short
 from swarm_peer.rpc import Caller, Method
 
 from swarmtrain.exchange_messages import Count, Hash
@@ -33,6 +35,9 @@ from swarmtrain.snapshots import (
 )
 
 logger = logging.getLogger("swarmtrain.donor")
+
+ASKED_AT_ONCE = 3
+OFFER_DEADLINE_S = 60.0  # the donor encodes its snapshot first
 
 
 class SnapshotRequest(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -158,18 +163,44 @@ class Joiner:
         deadline_s: float,
         progress: Callable[[int, int], None] | None = None,
     ) -> Donation:
-        """Asks `donors` in order.  `deadline_s` bounds each transfer.  Raises NoDonor."""
-        reasons = []
-        for donor in donors:
-            try:
-                request = SnapshotRequest(self._run_id, self._library.names())
-                reply = await self._caller.call(donor, GET_SNAPSHOT, request, deadline_s=60.0)
-                snapshot = await self.fetch_payload(reply.payload, donor, deadline_s=deadline_s, progress=progress)
-                return Donation(snapshot, reply.step, reply.tokens)
-            except (PeerError, PayloadInvalid) as error:
-                logger.warning("donor %s failed: %s", donor.peer_id.hex()[:8], error)
-                reasons.append(f"{donor.peer_id.hex()[:8]}: {error}")
+        """Takes the snapshot of a donor, three asked at a time.  `deadline_s` bounds each transfer.  Raises NoDonor.
+
+        A donor's step is only a claim, and a wrong one would put the joiner at a wrong place in the schedule: of the
+        three, the one in the middle comes first.
+        """
+        reasons: list[str] = []
+        for start in range(0, len(donors), ASKED_AT_ONCE):
+            offers = await self._ask(donors[start : start + ASKED_AT_ONCE], reasons)
+            middle = statistics.median_low([reply.step for _, reply in offers] or [0])
+            for donor, reply in sorted(offers, key=lambda offer: abs(offer[1].step - middle)):
+                try:
+                    snapshot = await self.fetch_payload(reply.payload, donor, deadline_s=deadline_s, progress=progress)
+                    return Donation(snapshot, reply.step, reply.tokens)
+                except (PeerError, PayloadInvalid) as error:
+                    _note(donor, error, reasons)
         raise NoDonor(reasons)
+
+    async def _ask(self, donors: Sequence[Contact], reasons: list[str]) -> list[tuple[Contact, SnapshotReply]]:
+        """Returns what each of some donors offers; those that refuse or fail leave a line in `reasons`."""
+        offers: dict[bytes, SnapshotReply] = {}
+        failures: dict[bytes, PeerError] = {}
+        request = SnapshotRequest(self._run_id, self._library.names())
+
+        async def ask(donor: Contact) -> None:
+            try:
+                offers[donor.peer_id] = await self._caller.call(
+                    donor, GET_SNAPSHOT, request, deadline_s=OFFER_DEADLINE_S
+                )
+            except PeerError as error:
+                failures[donor.peer_id] = error
+
+        async with trio.open_nursery() as nursery:
+            for donor in donors:
+                nursery.start_soon(ask, donor)
+        for donor in donors:
+            if donor.peer_id in failures:
+                _note(donor, failures[donor.peer_id], reasons)
+        return [(donor, offers[donor.peer_id]) for donor in donors if donor.peer_id in offers]
 
     async def fetch_payload(
         self,
@@ -189,3 +220,8 @@ class Joiner:
             payload.blob, holder, max_size_bytes=payload.size_bytes, deadline_s=deadline_s, progress=progress
         )
         return await self._offload(decode_payload, self._library.layout, payload, data, base)
+
+
+def _note(donor: Contact, error: Exception, reasons: list[str]) -> None:
+    logger.warning("donor %s failed: %s", short(donor.peer_id), error)
+    reasons.append(f"{short(donor.peer_id)}: {error}")

@@ -16,7 +16,7 @@ from swarmtrain import __version__
 from swarmtrain.donor import Joiner
 from swarmtrain.export import ExportCard, export_model
 from swarmtrain.layout import FlatLayout
-from swarmtrain.manifest import Manifest, SignedManifest
+from swarmtrain.manifest import SignedManifest
 from swarmtrain.merge import Merge, WeightedReplica
 from swarmtrain.model_config import parameter_specs
 from swarmtrain.snapshots import Payload, PayloadInvalid
@@ -47,12 +47,6 @@ async def fetch_final_replicas(
             continue
         replicas.append(WeightedReplica(snapshot.bits, min(final.tokens, most_tokens)))
     return replicas
-
-
-def most_tokens_of_a_peer(manifest: Manifest) -> int:
-    """Returns the tokens that one peer can train on in the whole run."""
-    config = manifest.optimizer
-    return config.total_steps * config.batch_size * config.grad_accumulation * manifest.model.context_length
 
 
 def export_merge(folder: Path, signed: SignedManifest, merge: Merge, validation_loss: float) -> None:

@@ -228,6 +228,12 @@ class Manifest(_Section, frozen=True, kw_only=True):
             raise FieldError("model.vocab_size", self.model.vocab_size, f"at least {VOCAB_SIZE} (byte tokenizer)")
 
 
+def tokens_per_step(manifest: Manifest) -> int:
+    """Returns the tokens of one inner step of one peer."""
+    optimizer = manifest.optimizer
+    return optimizer.batch_size * optimizer.grad_accumulation * manifest.model.context_length
+
+
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
     """A manifest whose signature has been made or verified here."""

@@ -63,3 +63,10 @@ def decode_status(data: bytes) -> Status:
     measured = {name: getattr(status, name) for name in _MEASURES}
     absurd = {name: math.nan for name, value in measured.items() if not abs(value) <= _LARGEST_MEASURE}
     return msgspec.structs.replace(status, **absurd) if absurd else status
+
+
+def estimate_step(status: Status, age_s: float, tokens_per_step: int) -> int:
+    """Returns where a peer stands by now, from a status that is `age_s` seconds old: news takes its time."""
+    speed = status.tokens_per_s if math.isfinite(status.tokens_per_s) else 0.0
+    steps_since = max(0.0, age_s) * max(0.0, speed) / max(1, tokens_per_step)
+    return min(status.step + int(steps_since), max(status.step, status.total_steps))

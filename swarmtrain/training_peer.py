@@ -29,8 +29,9 @@ from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.events import EventLog
 from swarmtrain.exchange import ExchangeConfig, Exchanger, Report
-from swarmtrain.final_merge import export_merge, fetch_final_replicas, most_tokens_of_a_peer
+from swarmtrain.final_merge import export_merge, fetch_final_replicas
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
+from swarmtrain.manifest import tokens_per_step
 from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
 from swarmtrain.mixing import staleness_in_rounds
 from swarmtrain.model_config import parameter_specs
@@ -38,7 +39,7 @@ from swarmtrain.node import Node
 from swarmtrain.run_lookup import LocatedRun, announce
 from swarmtrain.slabs import Slabs
 from swarmtrain.snapshots import Snapshot, SnapshotLibrary, take_snapshot
-from swarmtrain.status import FinalReplica, Status, decode_status
+from swarmtrain.status import FinalReplica, Status, decode_status, estimate_step
 from swarmtrain.trainer_link import TrainerLink
 from swarmtrain.workspace import Workspace
 
@@ -137,6 +138,7 @@ class TrainingPeer:
         self._exchanger.on_report = self._on_report
         self._state = PeerState.WATCHING
         self._round_steps = self._manifest.round.inner_steps or 1
+        self._tokens_per_step = tokens_per_step(self._manifest)
         self._finished: control.Finished | None = None
         self._final: Snapshot | None = None
         self._settled = trio.Event()  # finished, stopped or dead
@@ -213,9 +215,8 @@ class TrainingPeer:
             else:
                 self._library.add(donation.snapshot)
                 self._link.fill_partner_slot(donation.snapshot.bits)
-                step = self._credible_step(donation)
-                self.on_notice(f"weights received at step {step} of {self.status.total_steps}")
-                return self._start("slot", step)
+                self.on_notice(f"weights received at step {donation.step} of {self.status.total_steps}")
+                return self._start("slot", donation.step)
         await trio.to_thread.run_sync(self._job.genesis.tofile, self._job.workspace.genesis)
         self.on_notice("starting from the run's genesis")
         return self._start("file", 0)
@@ -224,10 +225,7 @@ class TrainingPeer:
         self._library.add(take_snapshot(self._layout, fp32_to_bf16(self._job.genesis)), permanent=True)
 
     async def _first_look(self) -> list[Contact]:
-        """Waits a moment for members to appear; returns those that train and have closed a round.
-
-        The ones in the middle of the swarm come first: a step is only a claim.
-        """
+        """Waits a moment for members to appear; returns those that train, in random order."""
         await self._wait_until(lambda: bool(self._training_members()), FIRST_LOOK_S)
         finished = [m for m in self._membership.live() if m.state is PeerState.FINISHED]
         training = self._training_members()
@@ -237,15 +235,9 @@ class TrainingPeer:
                 f"run {name} has ended; take its model home with: swarmtrain export --run-id {name} --peer …",
                 ExitCode.NO_RUN,
             )
-        median = self.swarm_step() or 0
-        known = [(decode_status(member.status).step, member.contact) for member in training]
-        able = [(step, contact) for step, contact in known if step > self._round_steps]
-        return [contact for step, contact in sorted(able, key=lambda pair: abs(pair[0] - median))]
-
-    def _credible_step(self, donation: Donation) -> int:
-        """Returns the donor's step, but at most a round beyond the median of what all live peers report."""
-        median = self.swarm_step()
-        return donation.step if median is None else min(donation.step, median + self._round_steps)
+        donors = [member.contact for member in training]
+        self._rng.shuffle(donors)
+        return donors
 
     def _start(self, weights: str, step: int) -> Callable[[int], control.Start]:
         job = self._job
@@ -289,10 +281,9 @@ class TrainingPeer:
                 logger.warning("no donor to catch up from: %s", error)
                 continue
             self._library.add(donation.snapshot)
-            step = self._credible_step(donation)
-            await self._link.adopt(donation.snapshot.bits, step)
-            self.on_notice(f"caught up with the swarm at step {step}")
-            self._events.write("caught-up", step=step)
+            await self._link.adopt(donation.snapshot.bits, donation.step)
+            self.on_notice(f"caught up with the swarm at step {donation.step}")
+            self._events.write("caught-up", step=donation.step)
 
     # --------------------------------------------------------------------------------------------------------- partners
 
@@ -308,9 +299,12 @@ class TrainingPeer:
         return Contact(peer_id, ())
 
     def swarm_step(self) -> int | None:
-        """`Partners`: the median step of the other live training peers."""
-        steps = [decode_status(member.status).step for member in self._training_members()]
+        """`Partners`: the median step of the other live training peers, as it should be by now."""
+        steps = [self._estimated_step(member) for member in self._training_members()]
         return int(statistics.median(steps)) if steps else None
+
+    def _estimated_step(self, member: Member) -> int:
+        return estimate_step(decode_status(member.status), member.age_s, self._tokens_per_step)
 
     def members(self) -> list[Member]:
         """Everyone known, for displays."""
@@ -434,7 +428,7 @@ class TrainingPeer:
             self._membership.live(),
             self._joiner,
             rng=self._rng,
-            most_tokens=most_tokens_of_a_peer(self._manifest),
+            most_tokens=self._manifest.optimizer.total_steps * self._tokens_per_step,
             deadline_s=self._transfer_deadline_s(),
         )
         merge = await trio.to_thread.run_sync(merge_replicas, replicas)

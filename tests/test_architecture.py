@@ -19,20 +19,7 @@ PACKAGES = {
 MODULES = [(package, path) for package, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 
 # Modules of swarmtrain that run torch; everything else is the command line's or the node process's and must not.
-TORCH_SIDE = {
-    "checkpoint",
-    "evaluation",
-    "export",
-    "mixing",
-    "model",
-    "optimizer",
-    "replica",
-    "sampling",
-    "train_loop",
-    "trainer",
-    "trainer_main",
-    "trainer_process",
-}
+TORCH_SIDE = {"checkpoint", "evaluation", "mixing", "model", "replica", "sampling", "trainer", "trainer_state"}
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "hivemind"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "__import__"}

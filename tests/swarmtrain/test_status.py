@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmtrain.status import MAX_STATUS_BYTES, FinalReplica, Status, decode_status
+from swarmtrain.status import MAX_STATUS_BYTES, FinalReplica, Status, decode_status, estimate_step
 
 LARGEST = 2**60
 WORST = Status(
@@ -112,3 +112,20 @@ def test_figures_that_no_measurement_can_be_are_not_known(absurd: float) -> None
     assert math.isnan(heard.loss)
     assert math.isnan(heard.tokens_per_s)
     assert (heard.step, heard.validation_loss) == (3, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("step", "speed", "age_s", "expected"),
+    [
+        (100, 640.0, 5.0, 150),
+        (100, 0.0, 5.0, 100),
+        (100, math.nan, 5.0, 100),
+        (990, 640.0, 60.0, 1000),
+        (100, -1e9, 5, 100),
+    ],
+)
+def test_old_news_is_carried_forward_at_the_peers_own_speed(
+    step: int, speed: float, age_s: float, expected: int
+) -> None:
+    status = Status(step=step, total_steps=1000, tokens_per_s=speed)
+    assert estimate_step(status, age_s, tokens_per_step=64) == expected
