@@ -37,8 +37,12 @@ def run_bootstrap(options: BootstrapOptions) -> int:
 
 async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest], identity: Identity) -> int:
     entries = tuple(map(parse_entry_point, options.peers))
-    config = NodeConfig(listen=options.listen, announce=options.announce, entries=entries)
+    config = NodeConfig(listen=options.listen, announce=options.announce, interface=options.interface, entries=entries)
     async with open_node(identity, config) as node:
+        if not node.addresses:
+            raise UserError(
+                "this machine has no address that others can reach; name one with --announce HOST:PORT", ExitCode.USAGE
+            )
         if entries:
             await reach_entries(node, entries, lambda line: click.echo(line, err=True))
         runs = [await trio.to_thread.run_sync(_offer, node, path, signed) for path, signed in manifests.items()]

@@ -47,6 +47,7 @@ def _checked(module: str, parser: str) -> Callable[[str], str]:
 
 
 _ADDRESS = _checked("swarm_peer.addresses", "parse_address")
+_ANNOUNCED = _checked("swarm_peer.addresses", "parse_announced")
 _PEER = _checked("swarmtrain.invite", "parse_entry_point")
 _RUN = _checked("swarmtrain.naming", "parse_run_reference")
 _INVITE = _checked("swarmtrain.invite", "parse_invite")
@@ -92,11 +93,16 @@ _identity = click.option(
 )
 _announce = click.option(
     "--announce",
-    type=_ADDRESS,
+    type=_ANNOUNCED,
     multiple=True,
     metavar="HOST:PORT",
     help="Address under which others reach this peer, if it differs from the one it listens on (a router's forwarded "
-    "port, a DNS name). May be given several times.",
+    "port, a DNS name). May be given several times; nothing else is told then.",
+)
+_interface = click.option(
+    "--interface",
+    metavar="NAME|ADDRESS",
+    help="Tell others the addresses of this network interface only.  [default: all that may be of use]",
 )
 _json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
 
@@ -159,12 +165,13 @@ Examples:
 @click.option(
     "--listen",
     type=_ADDRESS,
-    default=f"0.0.0.0:{DEFAULT_BOOTSTRAP_PORT}",
+    default=f"[::]:{DEFAULT_BOOTSTRAP_PORT}",
     show_default=True,
     metavar="HOST:PORT",
-    help="Address to listen on.",
+    help="Address to listen on; [::] stands for all, IPv4 and IPv6.",
 )
 @_announce
+@_interface
 @click.option(
     "--peer",
     "peers",
@@ -217,12 +224,13 @@ once. The others train on either way.""",
 @click.option(
     "--listen",
     type=_ADDRESS,
-    default="0.0.0.0:0",
+    default="[::]:0",
     show_default=True,
     metavar="HOST:PORT",
-    help="Address to listen on; port 0 takes any free one.",
+    help="Address to listen on; [::] stands for all, IPv4 and IPv6, and port 0 for any free one.",
 )
 @_announce
+@_interface
 @_identity
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
 @click.option(

@@ -87,7 +87,7 @@ def run_export(options: ExportOptions) -> int:
 
 
 async def _from_swarm(target: Target, progress: Progress) -> _Take:
-    config = NodeConfig(listen="0.0.0.0:0", entries=target.peers, serve=False)
+    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False)
     async with open_node(Identity.generate(), config) as node:
         await reach_entries(node, target.peers, progress.say)
         run = await locate_run(node, target.reference)

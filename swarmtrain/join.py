@@ -55,7 +55,9 @@ def run_join(options: JoinOptions) -> int:
 async def _join(
     options: JoinOptions, target: Target, identity: Identity, progress: Progress
 ) -> tuple[Result | None, int]:
-    config = NodeConfig(listen=options.listen, announce=options.announce, entries=target.peers)
+    config = NodeConfig(
+        listen=options.listen, announce=options.announce, interface=options.interface, entries=target.peers
+    )
     async with open_node(identity, config) as node:
         progress.say(f"peer {short(identity.peer_id)} listens on {', '.join(map(str, node.addresses))}")
         await reach_entries(node, target.peers, progress.say)

@@ -36,7 +36,7 @@ def run_monitor(options: MonitorOptions) -> int:
 
 async def _monitor(options: MonitorOptions, target: Target) -> int:
     # A fresh identity each time: whoever watches need not be recognised.
-    config = NodeConfig(listen="0.0.0.0:0", entries=target.peers, serve=False)
+    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False)
     async with open_node(Identity.generate(), config) as node:
         await reach_entries(node, target.peers, lambda line: click.echo(line, err=True))
         run = await locate_run(node, target.reference)

@@ -7,6 +7,7 @@ command does with them stands in the command's own module.
 from __future__ import annotations
 
 import contextlib
+import platform
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,11 +15,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
-from swarm_peer.addresses import Address, Contact, parse_address
+from swarm_peer.address_policy import Judged, announced, is_loopback, judge
+from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact, parse_address, parse_announced
 from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.errors import AddressInUse, ListenError
 from swarm_peer.identity import Identity
+from swarm_peer.interfaces import list_interfaces, runs_in_wsl
 from swarm_peer.kademlia import Kademlia
 from swarm_peer.tcp import TlsTransport
 
@@ -31,10 +34,14 @@ _ROUTE_PROBE = ("192.0.2.1", 9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
-    """Where a node listens, what it calls itself and whom it knows.  `quota_bytes` bounds the blob store."""
+    """Where a node listens, what it calls itself and whom it knows.  `quota_bytes` bounds the blob store.
+
+    With `announce`, exactly these addresses are told to others; without, those of `swarm_peer.address_policy`.
+    """
 
     listen: str
     announce: Sequence[str] = ()
+    interface: str | None = None  # the only one whose addresses are announced
     entries: Sequence[EntryPoint] = ()
     serve: bool = True  # holds DHT records for others
     quota_bytes: int = 8 << 30  # what is on offer and under way; nothing is reserved
@@ -114,7 +121,8 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
     Raises UserError when the port is busy or an address is malformed.
     """
     listen = _parse(config.listen)
-    announced = tuple(_parse(text) for text in config.announce)
+    own = judge_interfaces(config.entries, config.interface)
+    given = tuple(_parse(text, parse_announced) for text in config.announce)
     endpoint = Endpoint(identity, TlsTransport(identity))
     store = BlobStore(config.quota_bytes)
     async with trio.open_nursery() as nursery:
@@ -125,7 +133,7 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
         except ListenError as error:
             raise UserError(str(error), ExitCode.USAGE) from None
         try:
-            addresses = announced or reachable_addresses(bound, config.entries)
+            addresses = given or reachable_addresses(bound, own, config.entries)
             discovery = Kademlia(endpoint, identity, rng=random.Random(identity.peer_id), serve=config.serve)
             discovery.advertise(addresses)
             await nursery.start(discovery.run)
@@ -136,19 +144,27 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             nursery.cancel_scope.cancel()
 
 
-def reachable_addresses(bound: Sequence[Address], entries: Sequence[EntryPoint]) -> tuple[Address, ...]:
-    """Returns where others can reach a listener: for a wildcard, this machine's address on the way to its peers."""
-    found: dict[Address, None] = {}
-    for address in bound:
-        if address.host not in ("0.0.0.0", "::"):
-            found[address] = None
-            continue
-        targets = [(peer.host, peer.port) for _, peer in entries] + [_ROUTE_PROBE]
-        for host in filter(None, map(_local_host_towards, targets)):
-            found[Address(host, address.port)] = None
-            if not entries or len(found) >= 4:
-                break
-    return tuple(found) or tuple(Address("127.0.0.1", address.port) for address in bound)
+def judge_interfaces(entries: Sequence[EntryPoint], interface: str | None = None) -> list[Judged]:
+    """Judges this machine's addresses.  Raises UserError if `interface` is none of them."""
+    in_wsl = runs_in_wsl(platform.release())
+    is_local = all(is_loopback(address.host) for _, address in entries)
+    try:
+        return judge(list_interfaces(), only=interface, loopback_allowed=is_local, in_wsl=in_wsl)
+    except ValueError as error:
+        raise UserError(f"--interface {error}", ExitCode.USAGE) from None
+
+
+def reachable_addresses(
+    bound: Sequence[Address], own: Sequence[Judged], entries: Sequence[EntryPoint]
+) -> tuple[Address, ...]:
+    """Returns where others can reach a listener, best first."""
+    found = announced(bound, own)
+    if found or own:
+        return found
+    # The system lists no interfaces: what the way to the peers starts from is the next best.
+    targets = [(peer.host, peer.port) for _, peer in entries] + [_ROUTE_PROBE]
+    hosts = dict.fromkeys(filter(None, map(_local_host_towards, targets)))
+    return tuple(Address(host, bound[0].port) for host in hosts)[:MAX_ADDRESSES]
 
 
 async def reach_entries(node: Node, entries: Sequence[EntryPoint], say: Callable[[str], None]) -> None:
@@ -170,9 +186,9 @@ async def reach_entries(node: Node, entries: Sequence[EntryPoint], say: Callable
         )
 
 
-def _parse(text: str) -> Address:
+def _parse(text: str, parser: Callable[[str], Address] = parse_address) -> Address:
     try:
-        return parse_address(text)
+        return parser(text)
     except ValueError as error:
         raise UserError(str(error), ExitCode.USAGE) from None
 

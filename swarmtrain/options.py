@@ -40,8 +40,9 @@ class BootstrapOptions(CommonOptions):
     """``swarmtrain bootstrap``."""
 
     manifests: tuple[Path, ...] = ()  # signed manifests (NAME.run) to serve
-    listen: str = f"0.0.0.0:{DEFAULT_BOOTSTRAP_PORT}"
+    listen: str = f"[::]:{DEFAULT_BOOTSTRAP_PORT}"
     announce: tuple[str, ...] = ()
+    interface: str | None = None
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
     identity: Path | None = None
     json: bool = False
@@ -54,8 +55,9 @@ class JoinOptions(CommonOptions):
     run: str | None = None  # NAME, NAME@fingerprint or the 64-digit run id
     invite: str | None = None
     peers: tuple[str, ...] = ()  # [PEERID@]HOST:PORT
-    listen: str = "0.0.0.0:0"
+    listen: str = "[::]:0"
     announce: tuple[str, ...] = ()
+    interface: str | None = None
     device: DeviceName = "auto"
     data: tuple[Path, ...] = ()
     out: Path | None = None  # None: runs/NAME

@@ -62,6 +62,20 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port_text))
 
 
+def parse_announced(text: str) -> Address:
+    """Reads an address that others are to dial. Raises `ValueError` with one line, also for port 0 and wildcards."""
+    try:
+        address = parse_address(text)
+    except ValueError:
+        address = None
+    if address is None or address.port == 0 or address.host in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"{text!r} is no address that others can dial; write HOST:PORT or [IPv6]:PORT with a real host and a port "
+            "from 1 to 65535"
+        )
+    return address
+
+
 def parse_contact(text: str) -> tuple[PeerId | None, Address]:
     """Reads [PEER_ID@]HOST:PORT, the peer id as 64 hex digits. Raises `ValueError` with one clear line."""
     peer_id_text, separator, address_text = text.strip().rpartition("@")

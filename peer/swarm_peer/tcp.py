@@ -31,6 +31,8 @@ from swarm_peer.transport import Channel
 logger = logging.getLogger("swarm_peer")
 
 _MAX_BUCKETS = 4096
+# A port that IPv4 has free may be taken in IPv6; another one is drawn then.
+_PORT_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,10 @@ async def _authenticate(stream: TlsStream, credentials: Credentials, address: Ad
 
 
 async def _listen(address: Address) -> list[trio.SocketListener]:
+    """Listens on one address; `::` stands for every address of both families, on one port."""
     try:
+        if address.host == "::":
+            return await _listen_everywhere(address.port)
         return await trio.open_tcp_listeners(address.port, host=address.host)
     except socket.gaierror as error:
         raise ListenError(f"cannot listen on {address}: {error.strerror}; give a local address") from None
@@ -241,6 +246,23 @@ async def _listen(address: Address) -> list[trio.SocketListener]:
         raise ListenError(
             f"cannot listen on {address}: {reason}; give an address of this machine and a port above 1023"
         ) from None
+
+
+async def _listen_everywhere(port: int) -> list[trio.SocketListener]:
+    """Listens on all IPv4 and, where this machine has it, IPv6 addresses. Port 0: a port that is free in both."""
+    for is_last in (*[False] * (_PORT_TRIES - 1), True):
+        listeners = await trio.open_tcp_listeners(port, host="0.0.0.0")
+        chosen = port or listeners[0].socket.getsockname()[1]
+        try:
+            return listeners + await trio.open_tcp_listeners(chosen, host="::")
+        except OSError as error:
+            if not any(leaf.errno == errno.EADDRINUSE for leaf in _leaves(error)):
+                return listeners  # this machine has no IPv6
+            for listener in listeners:
+                listener.socket.close()
+            if port or is_last:
+                raise
+    raise AssertionError("unreachable")
 
 
 def _remote_address(tcp: trio.SocketStream) -> Address:

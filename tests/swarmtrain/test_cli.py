@@ -75,6 +75,10 @@ def test_help_lists_the_commands_in_the_order_of_use() -> None:
         (["join", "--run-id", "a", "--peer", "host:0"], "port 0"),
         (["join", "--run-id", "a", "--device", "tpu"], "'tpu' is not one of"),
         (["bootstrap", "--listen", "7766"], "no address"),
+        (["bootstrap", "--announce", "198.51.100.7:0"], "port from 1 to 65535"),
+        (["bootstrap", "--announce", "peer.example.org"], "port from 1 to 65535"),
+        (["bootstrap", "--announce", "[::1]:99999"], "port from 1 to 65535"),
+        (["join", "--run-id", "a", "--announce", "0.0.0.0:7766"], "a real host"),
         (["export", "--checkpoint", "x", "--run-id", "a"], "not both"),
         (["export"], "Give either"),
         (["create"], "--template"),
@@ -97,12 +101,12 @@ def test_options_arrive_as_they_were_given(calls: list[object], tmp_path: Path) 
     join, bootstrap, monitor, export = calls
     assert isinstance(join, JoinOptions)
     assert (join.run, join.invite, join.peers, join.device) == ("my-run", None, ("a:1", "b:2"), "cpu")
-    assert (join.data, join.out, join.listen, join.state) == ((Path("x"),), None, "0.0.0.0:0", tmp_path)
+    assert (join.data, join.out, join.listen, join.state) == ((Path("x"),), None, "[::]:0", tmp_path)
     assert join.log_file is not None
     assert join.log_file.parent == tmp_path / "logs"
     assert isinstance(bootstrap, BootstrapOptions)
     assert bootstrap.manifests == (Path("a.run"), Path("b.run"))
-    assert (bootstrap.listen, bootstrap.announce) == ("0.0.0.0:7766", ("me.example.org:1",))
+    assert (bootstrap.listen, bootstrap.announce) == ("[::]:7766", ("me.example.org:1",))
     assert isinstance(monitor, MonitorOptions)
     assert (monitor.once, monitor.json, monitor.interval_s) == (True, True, 1.0)
     assert isinstance(export, ExportOptions)
