@@ -21,7 +21,7 @@ from typing import Final
 
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.errors import RecordInvalid
-from swarm_peer.records import AgedRecord, check_placement, supersedes
+from swarm_peer.records import AgedRecord, check_placement, slot_of, supersedes
 from swarm_peer.routing import distance, pick_diverse
 
 CONTACTS_PER_REPLY: Final = 20
@@ -185,19 +185,19 @@ class Lookup:
 
 
 class RecordCollector:
-    """Gathers the records under one key from many holders; keeps the newest of each author.
+    """Gathers the records under one key from many holders; keeps the newest of each author and slot.
 
     Every distinct statement is verified once. A holder that returns an invalid record counts as failed
     altogether.
     """
 
-    AUTHORS_CAP: Final = 1024
+    RECORDS_CAP: Final = 1024
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._newest: dict[bytes, AgedRecord] = {}
+        self._newest: dict[tuple[bytes, bytes], AgedRecord] = {}  # by author and slot
         self._verified: set[bytes] = set()
-        self._held: list[tuple[Contact, dict[bytes, int]]] = []
+        self._held: list[tuple[Contact, dict[tuple[bytes, bytes], int]]] = []
 
     def take(self, holder: Contact | None, records: Iterable[AgedRecord]) -> None:
         """Takes one holder's answer; None for our own store. Raises `RecordInvalid`, and then keeps none of it."""
@@ -210,29 +210,31 @@ class RecordCollector:
                 check_placement(aged.record)
                 aged.record.verify()
                 self._verified.add(content)
+        seqs: dict[tuple[bytes, bytes], int] = {}
         for aged in records:
-            author = aged.record.author()
-            newest = self._newest.get(author)
+            place = (aged.record.author(), slot_of(aged.record))
+            seqs[place] = aged.record.seq
+            newest = self._newest.get(place)
             if newest is None:
-                if len(self._newest) < self.AUTHORS_CAP:
-                    self._newest[author] = aged
+                if len(self._newest) < self.RECORDS_CAP:
+                    self._newest[place] = aged
             elif supersedes(aged.record, newest.record):
-                self._newest[author] = aged
+                self._newest[place] = aged
             elif not supersedes(newest.record, aged.record) and aged.age_ms > newest.age_ms:
                 # The same statement: believe the longer age, so that a copy is never younger than the original.
-                self._newest[author] = aged
+                self._newest[place] = aged
         if holder is not None:
-            self._held.append((holder, {aged.record.author(): aged.record.seq for aged in records}))
+            self._held.append((holder, seqs))
 
     def records(self) -> list[AgedRecord]:
-        """The newest record of each author, the most recently made first."""
+        """The newest record of each author and slot, the most recently made first."""
         return sorted(self._newest.values(), key=lambda aged: aged.age_ms)
 
     def outdated(self) -> list[tuple[Contact, AgedRecord]]:
-        """Who holds an older record than the newest of the same author, and the record to push there."""
+        """Who holds an older record than the newest in its place, and the record to push there."""
         return [
-            (holder, self._newest[author])
+            (holder, self._newest[place])
             for holder, seqs in self._held
-            for author, seq in seqs.items()
-            if author in self._newest and seq < self._newest[author].record.seq
+            for place, seq in seqs.items()
+            if place in self._newest and seq < self._newest[place].record.seq
         ]

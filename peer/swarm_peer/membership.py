@@ -11,13 +11,14 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Final
 
 import msgspec
 import trio
 
 from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact
+from swarm_peer.background import supervise
 from swarm_peer.discovery import Discovery
 from swarm_peer.errors import PeerError, RecordInvalid, Refusal
 from swarm_peer.identity import Identity, PeerId, short
@@ -185,7 +186,7 @@ class Membership:
         self._start()
         async with trio.open_nursery() as nursery:
             for task in (self._keep_gossiping, self._keep_pushing, self._keep_in_touch):
-                nursery.start_soon(self._supervise, task)
+                nursery.start_soon(supervise, task, "membership")
             task_status.started()
 
     async def goodbye(self) -> None:
@@ -257,14 +258,6 @@ class Membership:
         self._sign()
 
     # Background.
-
-    async def _supervise(self, task: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            try:
-                await task()
-            except Exception:
-                logger.exception("membership task failed; it goes on in a second")
-                await trio.sleep(1.0)
 
     async def _keep_gossiping(self) -> None:
         while True:

@@ -33,6 +33,7 @@ SEQ_CAP: Final = 2**63 - 1
 KINDS: Final = ("run", "peer")
 
 SIGNATURE_DOMAIN: Final = "swarmtrain-record-v1"
+_INDEX_KEY: Final = hashlib.sha256(b"swarmtrain-runs").digest()
 # kind length and kind, key, public key, seq, ttl, payload length; then the payload itself.
 _SIGNED_HEAD: Final = struct.Struct("!B8s32s32sQHH")
 
@@ -143,7 +144,7 @@ def run_key(name: str) -> bytes:
 
 def index_key() -> bytes:
     """The DHT key under which all runs are announced."""
-    return hashlib.sha256(b"swarmtrain-runs").digest()
+    return _INDEX_KEY
 
 
 def peers_key(run_id: bytes, shard: int = 0) -> bytes:
@@ -206,8 +207,21 @@ def _decode(body: bytes, payload_type: type[Payload]) -> Payload:
     return payload
 
 
+def slot_of(record: SignedRecord) -> bytes:
+    """Which of its author's statements under one key this is; only those of one slot take each other's place.
+
+    A peer says one thing about itself per key. Runs differ: the index has every run that an author announces, and
+    a run's name has one run of each creator. Raises `RecordInvalid` for a "run" record with a payload of another
+    kind.
+    """
+    if record.kind != "run":
+        return b""
+    run = decode_run(record)
+    return run.run_id if record.key == index_key() else run.creator
+
+
 def supersedes(new: SignedRecord, held: SignedRecord) -> bool:
-    """True if `new` takes the place of `held`; both are valid, of one author and under one key.
+    """True if `new` takes the place of `held`; both are valid, of one author, under one key and in one slot.
 
     A higher `seq` wins. Two different statements with one `seq` mean that two processes sign with one key:
     then every holder must end up with the same one, whatever the order of arrival, so "left" goes before any

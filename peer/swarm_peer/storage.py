@@ -2,8 +2,9 @@
 
 Invariants, which the state-machine test holds:
 
-- one record per (key, author), at most `authors_per_key` authors per key, `keys` keys, `records` records;
-- `seq` of a (key, author) never goes back while the record or its tombstone is held, and a tombstone stays as
+- one record per (key, author, slot) (`records.slot_of`), at most `slots_per_author` of one author under a key,
+  `records_per_key` under a key, `keys` keys, `records` records;
+- `seq` of a (key, author, slot) never goes back while the record or its tombstone is held, and a tombstone stays as
   long again as the record lived;
 - a record ends at the holder's own receipt time plus what its sender left of `ttl_s`; only the author itself
   can give a held record a new lease, so copies that go round and round never prolong a life;
@@ -21,7 +22,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from swarm_peer.records import AgedRecord, SignedRecord, age_record, supersedes
+from swarm_peer.records import AgedRecord, SignedRecord, age_record, slot_of, supersedes
 from swarm_peer.routing import distance
 
 
@@ -30,8 +31,9 @@ class StorageLimits:
     """Caps of a `RecordStore`. `authors_per_network` counts authors of one /16 (/32 for IPv6) under one key."""
 
     keys: int = 1000
-    authors_per_key: int = 64
+    records_per_key: int = 64
     records: int = 16_384
+    slots_per_author: int = 16
     authors_per_network: int = 4
     flagged_authors: int = 1024
 
@@ -76,14 +78,17 @@ class _Entry:
         return self.born_at + 2 * self.record.ttl_s
 
 
+_Place = tuple[bytes, bytes]  # author and slot, under a key
+
+
 class RecordStore:
-    """Holds records by key and author. `own_id` decides which keys are nearest, hence kept when keys run out."""
+    """Holds records by key, author and slot. `own_id` decides which keys are nearest, hence kept when keys run out."""
 
     def __init__(self, own_id: bytes, rng: random.Random, limits: StorageLimits | None = None) -> None:
         self._own_id = own_id
         self._rng = rng
         self._limits = limits or StorageLimits()
-        self._keys: dict[bytes, dict[bytes, _Entry]] = {}
+        self._keys: dict[bytes, dict[_Place, _Entry]] = {}
         self._count = 0
         self._flagged: OrderedDict[bytes, None] = OrderedDict()
 
@@ -97,21 +102,25 @@ class RecordStore:
         return frozenset(self._flagged)
 
     def would_take(self, record: SignedRecord) -> bool:
-        """False if `put` would certainly leave things as they are: then spare the signature check."""
-        entry = self._keys.get(record.key, {}).get(record.author())
+        """False if `put` would certainly leave things as they are: then spare the signature check.
+
+        Raises `RecordInvalid` as `slot_of` does.
+        """
+        entry = self._find(record)
         return entry is None or record.seq >= entry.record.seq
 
     def put(self, aged: AgedRecord, origin: Origin, now: float) -> PutOutcome:
         """Takes a verified record, or says why not."""
-        record, author = aged.record, aged.record.author()
+        record = aged.record
         if aged.remaining_s <= 0:
             return PutOutcome.EXPIRED
-        entry = self._keys.get(record.key, {}).get(author)
+        entry = self._find(record)
         if entry is not None:
             return self._put_again(entry, aged, origin, now)
-        if not self._make_room(record.key, origin, now):
+        if not self._make_room(record.key, record.author(), origin, now):
             return PutOutcome.FULL
-        self._keys.setdefault(record.key, {})[author] = _Entry(record, now - aged.age_s, origin)
+        place = (record.author(), slot_of(record))
+        self._keys.setdefault(record.key, {})[place] = _Entry(record, now - aged.age_s, origin)
         self._count += 1
         return PutOutcome.STORED
 
@@ -123,17 +132,20 @@ class RecordStore:
             if entry.expires_at > now
         ]
 
-    def held(self, key: bytes, author: bytes, now: float) -> AgedRecord | None:
-        """The record or tombstone of one author under a key: what a stale put is answered with."""
-        entry = self._keys.get(key, {}).get(author)
+    def held(self, record: SignedRecord, now: float) -> AgedRecord | None:
+        """The record or tombstone that stands in the place of `record`: what a stale put is answered with."""
+        entry = self._find(record)
         return None if entry is None else age_record(entry.record, now - entry.born_at)
 
     def expire(self, now: float) -> None:
         """Forgets tombstones whose time is over. Call it every few seconds."""
         for key in list(self._keys):
-            for author, entry in list(self._keys[key].items()):
+            for place, entry in list(self._keys[key].items()):
                 if entry.forgotten_at <= now:
-                    self._remove(key, author)
+                    self._remove(key, place)
+
+    def _find(self, record: SignedRecord) -> _Entry | None:
+        return self._keys.get(record.key, {}).get((record.author(), slot_of(record)))
 
     def _put_again(self, entry: _Entry, aged: AgedRecord, origin: Origin, now: float) -> PutOutcome:
         record = aged.record
@@ -152,54 +164,62 @@ class RecordStore:
             return PutOutcome.REFRESHED
         return PutOutcome.HELD
 
-    def _make_room(self, key: bytes, origin: Origin, now: float) -> bool:
-        """True if a new author fits under the key, after evicting whom the caps demand."""
+    def _make_room(self, key: bytes, author: bytes, origin: Origin, now: float) -> bool:
+        """True if a new record of `author` fits under the key, after evicting whom the caps demand."""
         entries = self._keys.get(key, {})
-        if origin.network is not None:
-            inside = [author for author, entry in entries.items() if entry.origin.network == origin.network]
+        own = [place for place in entries if place[0] == author]
+        if len(own) >= self._limits.slots_per_author:
+            self._remove(key, self._rng.choice(own))
+            return True
+        if origin.network is not None and not own:
+            inside = {place[0] for place, entry in entries.items() if entry.origin.network == origin.network}
             if len(inside) >= self._limits.authors_per_network:
-                self._remove(key, self._rng.choice(inside))
+                victim = self._rng.choice(sorted(inside))
+                for place in [place for place in entries if place[0] == victim]:
+                    self._remove(key, place)
                 return True
-        if len(entries) >= self._limits.authors_per_key:
-            victim = self._choose_victim(entries, origin, now)
-            if victim is None:
+        if len(entries) >= self._limits.records_per_key:
+            chosen = self._choose_victim(entries, origin, now)
+            if chosen is None:
                 return False
-            self._remove(key, victim)
+            self._remove(key, chosen)
             return True
         needs_key = not entries and len(self._keys) >= self._limits.keys
         if needs_key or self._count >= self._limits.records:
             return self._drop_from_farthest(key, whole_key=needs_key, now=now)
         return True
 
-    def _choose_victim(self, entries: dict[bytes, _Entry], origin: Origin, now: float) -> bytes | None:
+    def _choose_victim(self, entries: dict[_Place, _Entry], origin: Origin, now: float) -> _Place | None:
         """Tombstones go first, then records that others brought, then, for an author in person, any.
 
-        Among those a random one of the largest topic, so that one large run cannot push all others out of the
-        index.
+        Among those a random one of the largest share, which is that of a topic or of an author, so that neither one
+        large run nor one author of many can push all others out of the index.
         """
-        dead = [author for author, entry in entries.items() if entry.expires_at <= now]
+        dead = [place for place, entry in entries.items() if entry.expires_at <= now]
         if dead:
             return self._rng.choice(dead)
-        candidates = {author: entry for author, entry in entries.items() if not entry.origin.is_author}
+        candidates = {place: entry for place, entry in entries.items() if not entry.origin.is_author}
         if not candidates:
             if not origin.is_author:
                 return None
             candidates = entries
-        sizes = Counter(entry.origin.topic for entry in candidates.values())
-        largest = max(sizes.values())
-        return self._rng.choice([a for a, entry in candidates.items() if sizes[entry.origin.topic] == largest])
+        by_topic = Counter(entry.origin.topic for entry in candidates.values())
+        by_author = Counter(author for author, _ in candidates)
+        shares = {place: max(by_topic[entry.origin.topic], by_author[place[0]]) for place, entry in candidates.items()}
+        largest = max(shares.values())
+        return self._rng.choice([place for place, share in shares.items() if share == largest])
 
     def _drop_from_farthest(self, key: bytes, *, whole_key: bool, now: float) -> bool:
         farthest = max(self._keys, key=lambda held: distance(held, self._own_id))
         if distance(farthest, self._own_id) <= distance(key, self._own_id):
             return False
-        authors = list(self._keys[farthest])
-        for author in authors if whole_key else [self._rng.choice(authors)]:
-            self._remove(farthest, author)
+        places = list(self._keys[farthest])
+        for place in places if whole_key else [self._rng.choice(places)]:
+            self._remove(farthest, place)
         return True
 
-    def _remove(self, key: bytes, author: bytes) -> None:
-        del self._keys[key][author]
+    def _remove(self, key: bytes, place: _Place) -> None:
+        del self._keys[key][place]
         self._count -= 1
         if not self._keys[key]:
             del self._keys[key]

@@ -234,6 +234,24 @@ def test_runs_with_one_name_are_all_found_and_the_index_has_every_run() -> None:
     simulate(scenario)
 
 
+def test_one_author_announces_several_runs_and_all_stay_in_the_index() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.grow(8)
+        author = swarm.peers[2]
+        for number in range(5):
+            await author.dht.announce_run(author.run_payload(f"run {number}", bytes([number]) * 32))
+        for wait_s in (0, 1000, 3000):  # as announced, and after several renewals
+            await trio.sleep(wait_s)
+            index = await swarm.peers[6].dht.find_runs(None)
+            assert sorted(run.payload.name for run in index) == [f"run {number}" for number in range(5)]
+        # Two creators' runs of one name from one announcer are both found under it.
+        for creator in (b"a" * 32, b"b" * 32):
+            await author.dht.announce_run(RunPayload(creator, "same", creator, bytes(32), (author.address,)))
+        assert {run.payload.creator for run in await swarm.peers[5].dht.find_runs("same")} == {b"a" * 32, b"b" * 32}
+
+    simulate(scenario)
+
+
 def test_a_goodbye_takes_a_peer_out_of_the_answers() -> None:
     async def scenario(swarm: Swarm) -> None:
         await swarm.grow(8)
