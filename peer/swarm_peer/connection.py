@@ -54,10 +54,19 @@ class ConnectionLimits:
 class Connection:
     """One end of a connection over an authenticated channel."""
 
-    def __init__(self, channel: Channel, *, is_dialer: bool, shared: Shared, limits: ConnectionLimits) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        is_dialer: bool,
+        shared: Shared,
+        limits: ConnectionLimits,
+        is_relayed: bool = False,
+    ) -> None:
         now = trio.current_time()
         self.channel = channel
         self.is_dialer = is_dialer
+        self.is_relayed = is_relayed
         self.since = now
         self.last_active = now  # when a call last began, moved or ended
         self._shared = shared

@@ -127,6 +127,16 @@ class Endpoint:
         """The remotes to which a live connection exists."""
         return [remote for remote in self._pool if self._usable(remote) is not None]
 
+    def seen_at(self, remote: PeerId) -> Address | None:
+        """Where a remote's direct connection to us comes from; None if there is none."""
+        direct = [c for c in self._pool.get(remote, ()) if not c.is_relayed]
+        return direct[-1].channel.remote_address if direct else None
+
+    def is_relayed(self, remote: PeerId) -> bool | None:
+        """Whether calls to a remote go through a relay now; None if it is not connected."""
+        connection = self._usable(remote)
+        return connection.is_relayed if connection is not None else None
+
     def handle(self, method: Method[Q, R], handler: Handler[Q, R]) -> None:
         """Registers the one handler of a method."""
         self._register(Registered(method, handler, None))

@@ -13,6 +13,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVarTuple
 
 import trio
 
@@ -22,10 +23,12 @@ from swarm_peer.errors import (
     ConnectionRefused,
     ConnectTimedOut,
     DialledSelf,
+    NotSwarmtrain,
     Unreachable,
     WrongIdentity,
 )
-from swarm_peer.identity import Identity, PeerId
+from swarm_peer.identity import PEER_ID_BYTES, Identity, PeerId
+from swarm_peer.raw import GreetingHandler, RawConnection, receive_exactly
 from swarm_peer.transport import Channel
 
 logger = logging.getLogger("swarm_peer")
@@ -42,6 +45,10 @@ class Link:
     jitter_s: float = 0.0
     dial_loss: float = 0.0
     bandwidth_bytes_per_s: float | None = None
+
+
+Args = TypeVarTuple("Args")
+Nat = Literal["preserving", "symmetric"]
 
 
 class MemoryNetwork:
@@ -64,11 +71,18 @@ class MemoryNetwork:
         self._silent: set[str] = set()
         self._crashed: set[str] = set()
         self._next_port = _FIRST_PORT
+        self._nats: dict[str, Nat] = {}
+        self._meetings: dict[tuple[Address, Address], trio.MemorySendChannel[MemoryRaw]] = {}
 
     def transport(self, identity: Identity, host: str = "10.0.0.1") -> MemoryTransport:
         """The transport of one peer on `host`. A host that had crashed is up again."""
         self.restart(host)
         return MemoryTransport(self, identity, host)
+
+    def put_behind_nat(self, host: str, nat: Nat) -> None:
+        """From now on nobody can dial `host`. A "preserving" NAT shows all remotes the same port, so that a
+        simultaneous open can work; a "symmetric" one does not."""
+        self._nats[host] = nat
 
     def partition(self, side_a: Iterable[str], side_b: Iterable[str]) -> None:
         """Nothing passes between the two sets of hosts until `heal`."""
@@ -109,27 +123,68 @@ class MemoryNetwork:
             pipe.changed()
 
     async def _dial(self, transport: MemoryTransport, address: Address) -> tuple[PeerId, _Channel]:
+        # TCP and TLS 1.3 take a round trip each.
+        listener, there, here = await self._open(transport, address, round_trips=2)
+        theirs = listener.transport.identity.peer_id
+        ours = transport.identity.peer_id
+        if ours != theirs:
+            listener.accept(_Channel(there.stream, ours, there.remote))
+        return theirs, _Channel(here.stream, theirs, address)
+
+    async def _greet(self, transport: MemoryTransport, address: Address, magic: bytes, body: bytes) -> MemoryRaw:
+        listener, there, here = await self._open(transport, address, round_trips=1)
+        listener.greet(there, magic, body)
+        return here
+
+    async def _open(
+        self, transport: MemoryTransport, address: Address, *, round_trips: int
+    ) -> tuple[_Listener, MemoryRaw, MemoryRaw]:
+        """Both ends of a new connection: the listener's and the dialer's."""
         here, there = transport.host, address.host
         link = self._link_of(here, there)
         lost = self._rng.random() < link.dial_loss
-        # TCP and TLS 1.3 take a round trip each.
-        await trio.sleep(4 * link.latency_s)
+        await trio.sleep(2 * round_trips * link.latency_s)
         if here in self._crashed or there not in self._hosts:
             raise Unreachable(address, "no such host" if here not in self._crashed else "this host is down")
-        if lost or self.is_cut(here, there):
+        if lost or self.is_cut(here, there) or (there in self._nats and here != there):
             await trio.sleep_forever()
         listener = self._listeners.get(address)
         if listener is None:
             raise ConnectionRefused(address)
+        local = Address(here, self._new_port())
+        # A symmetric NAT shows another port to every remote.
+        seen = local if self._nats.get(here) != "symmetric" else Address(here, self._new_port())
+        forth, back = self._pipes_between(here, there)
+        return (
+            listener,
+            MemoryRaw(MemoryStream(forth, back), address, seen),
+            MemoryRaw(MemoryStream(back, forth), local, address),
+        )
+
+    async def _meet(self, local: Address, remote: Address) -> MemoryRaw:
+        """Both ends must aim at the other's true port while the other does."""
+        await trio.sleep(2 * self._link_of(local.host, remote.host).latency_s)
+        if "symmetric" in (self._nats.get(local.host), self._nats.get(remote.host)):
+            await trio.sleep_forever()
+        if (waiting := self._meetings.pop((remote, local), None)) is not None:
+            forth, back = self._pipes_between(local.host, remote.host)
+            waiting.send_nowait(MemoryRaw(MemoryStream(forth, back), remote, local))
+            return MemoryRaw(MemoryStream(back, forth), local, remote)
+        send, receive = trio.open_memory_channel[MemoryRaw](1)
+        self._meetings[local, remote] = send
+        try:
+            return await receive.receive()
+        finally:
+            self._meetings.pop((local, remote), None)
+
+    def _pipes_between(self, here: str, there: str) -> tuple[_Pipe, _Pipe]:
+        return _Pipe(self, here, there, self._link_of(here, there)), _Pipe(
+            self, there, here, self._link_of(there, here)
+        )
+
+    def _new_port(self) -> int:
         self._next_port += 1
-        our_address = Address(here, self._next_port)
-        forth = _Pipe(self, here, there, link)
-        back = _Pipe(self, there, here, self._link_of(there, here))
-        theirs = listener.transport.identity.peer_id
-        ours = transport.identity.peer_id
-        if ours != theirs:
-            listener.accept(_Channel(MemoryStream(forth, back), ours, our_address))
-        return theirs, _Channel(MemoryStream(back, forth), theirs, address)
+        return self._next_port
 
 
 class MemoryTransport:
@@ -139,6 +194,7 @@ class MemoryTransport:
         self.drops: Counter[str] = Counter()
         self.identity = identity
         self.host = host
+        self.greetings: dict[bytes, GreetingHandler] = {}
         self._network = network
 
     async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
@@ -152,6 +208,45 @@ class MemoryTransport:
                 raise WrongIdentity(address, expected, remote)
             return channel
         raise ConnectTimedOut(address, f"no connection within {deadline_s:.1f} s")
+
+    # Connections without TLS (`RawTransport`).
+
+    def on_greeting(self, magic: bytes, handler: GreetingHandler) -> None:
+        """As `RawTransport.on_greeting`."""
+        self.greetings[magic] = handler
+
+    async def greet(self, address: Address, magic: bytes, body: bytes, deadline_s: float) -> RawConnection:
+        """As `RawTransport.greet`."""
+        with trio.move_on_after(deadline_s):
+            return _as_raw(await self._network._greet(self, address, magic, body))
+        raise ConnectTimedOut(address, f"no connection within {deadline_s:.1f} s")
+
+    async def meet(self, local: Address, remote: Address, deadline_s: float) -> RawConnection:
+        """As `RawTransport.meet`."""
+        with trio.move_on_after(deadline_s):
+            return _as_raw(await self._network._meet(local, remote))
+        raise ConnectTimedOut(remote, f"no simultaneous open within {deadline_s:.1f} s")
+
+    async def upgrade(self, raw: RawConnection, expected: PeerId, *, is_client: bool, deadline_s: float) -> Channel:
+        """As `RawTransport.upgrade`. In place of TLS the ends tell each other who they are."""
+        stream = raw.stream
+        assert isinstance(stream, MemoryStream)
+        try:
+            with trio.fail_after(deadline_s):
+                await stream.send_all(self.identity.peer_id)
+                remote = PeerId(await receive_exactly(stream, PEER_ID_BYTES))
+                if remote != expected:
+                    raise WrongIdentity(raw.remote, expected, remote)
+                return _Channel(stream, remote, raw.remote)
+        except trio.TooSlowError:
+            stream.close()
+            raise ConnectTimedOut(raw.remote, f"no handshake within {deadline_s:.1f} s") from None
+        except trio.BrokenResourceError:
+            stream.close()
+            raise NotSwarmtrain(raw.remote, "it hung up") from None
+        except BaseException:
+            stream.close()
+            raise
 
     async def serve(
         self,
@@ -209,14 +304,36 @@ class _Listener:
     def accept(self, channel: _Channel) -> None:
         self._nursery.start_soon(self._serve_one, channel)
 
+    def greet(self, raw: MemoryRaw, magic: bytes, body: bytes) -> None:
+        handler = self.transport.greetings.get(magic)
+        if handler is None:
+            raw.stream.close()
+            return
+        self._nursery.start_soon(self._own, raw.stream, handler, _as_raw(raw), body)
+
     async def _serve_one(self, channel: _Channel) -> None:
+        await self._own(channel.stream, self._on_channel, channel)
+
+    async def _own(self, stream: MemoryStream, live: Callable[[*Args], Awaitable[None]], *args: *Args) -> None:
         try:
-            await self._on_channel(channel)
+            await live(*args)
         except Exception:
             self.transport.drops["crash"] += 1
             logger.exception("an incoming connection failed")
         finally:
-            channel.stream.close()
+            stream.close()
+
+
+class MemoryRaw(NamedTuple):
+    """One end of a connection of which nobody vouches for the other end."""
+
+    stream: MemoryStream
+    local: Address
+    remote: Address
+
+
+def _as_raw(end: MemoryRaw) -> RawConnection:
+    return RawConnection(end.stream, end.local, end.remote)
 
 
 class _Channel:
@@ -263,6 +380,11 @@ class MemoryStream:
         self.bytes_received += len(data)
         return data
 
+    async def send_eof(self) -> None:
+        """Says that nothing more will be sent."""
+        self._outgoing.end()
+        await trio.lowlevel.checkpoint()
+
     async def aclose(self) -> None:
         """Closes at once."""
         self.close()
@@ -304,7 +426,7 @@ class _Pipe:
         self._forget()
 
     def end(self) -> None:
-        if not self._is_broken:
+        if not self._is_broken and not self._has_ended:
             self._has_ended = True
             self._push(b"")
 

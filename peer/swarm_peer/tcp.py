@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import socket
 from collections import Counter
@@ -25,7 +26,9 @@ from swarm_peer.errors import (
     WrongIdentity,
 )
 from swarm_peer.identity import Identity, PeerId
-from swarm_peer.tls import Credentials, TlsStream
+from swarm_peer.raw import GREETING, GreetingHandler, RawConnection
+from swarm_peer.reusable_port import connect_reusably, open_simultaneously
+from swarm_peer.tls import PREAMBLE_MAGIC, Credentials, TlsStream
 from swarm_peer.transport import Channel
 
 logger = logging.getLogger("swarm_peer")
@@ -76,6 +79,7 @@ class TlsTransport:
         self._credentials = Credentials(identity)
         self._limits = limits or AcceptLimits()
         self._gate = AcceptGate(self._limits)
+        self._greetings: dict[bytes, GreetingHandler] = {}
 
     async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
         """Connects and authenticates within `deadline_s`. Each failure has its own `ConnectError` subclass."""
@@ -85,7 +89,7 @@ class TlsTransport:
             stage = "the TLS handshake did not end"
             stream = TlsStream(tcp)
             try:
-                remote = await _authenticate(stream, self._credentials, address)
+                remote = await _authenticate(stream.connect(self._credentials), address)
                 if remote == self._credentials.peer_id:
                     raise DialledSelf(address)
                 if expected is not None and remote != expected:
@@ -120,20 +124,62 @@ class TlsTransport:
             for listener in listeners:
                 listener.socket.close()
 
+    # Connections without TLS (`RawTransport`).
+
+    def on_greeting(self, magic: bytes, handler: GreetingHandler) -> None:
+        """As `RawTransport.on_greeting`."""
+        self._greetings[magic] = handler
+
+    async def greet(self, address: Address, magic: bytes, body: bytes, deadline_s: float) -> RawConnection:
+        """As `RawTransport.greet`."""
+        with trio.move_on_after(deadline_s):
+            raw = await connect_reusably(address)
+            try:
+                await raw.stream.send_all(GREETING.pack(magic, len(body)) + body)
+            except trio.BrokenResourceError:
+                raise Unreachable(address, "it hung up") from None
+            return raw
+        raise ConnectTimedOut(address, f"no TCP connection within {deadline_s:.1f} s")
+
+    async def meet(self, local: Address, remote: Address, deadline_s: float) -> RawConnection:
+        """As `RawTransport.meet`."""
+        return await open_simultaneously(local, remote, deadline_s)
+
+    async def upgrade(self, raw: RawConnection, expected: PeerId, *, is_client: bool, deadline_s: float) -> Channel:
+        """As `RawTransport.upgrade`."""
+        tcp, address = raw.stream, raw.remote
+        assert isinstance(tcp, trio.SocketStream)
+        try:
+            with trio.move_on_after(deadline_s):
+                stream = TlsStream(tcp)
+                handshake = stream.connect if is_client else stream.accept
+                remote = await _authenticate(handshake(self._credentials), address)
+                if remote != expected:
+                    raise WrongIdentity(address, expected, remote)
+                return TlsChannel(stream, remote, address)
+        except BaseException:
+            await trio.aclose_forcefully(tcp)
+            raise
+        await trio.aclose_forcefully(tcp)
+        raise ConnectTimedOut(address, f"the TLS handshake did not end within {deadline_s:.1f} s")
+
     async def _serve_one(self, tcp: trio.SocketStream, on_channel: Callable[[Channel], Awaitable[None]]) -> None:
         """The life of one incoming connection. Nothing that happens in it may reach the accept loop."""
         try:
             address = _remote_address(tcp)
-            channel = await self._admit(tcp, address)
-            if channel is not None:
-                await on_channel(channel)
+            live = await self._admit(tcp, address, on_channel)
+            if live is not None:
+                await live()
         except Exception:
             self.drops["crash"] += 1
             logger.exception("an incoming connection failed")
         finally:
             await trio.aclose_forcefully(tcp)
 
-    async def _admit(self, tcp: trio.SocketStream, address: Address) -> Channel | None:
+    async def _admit(
+        self, tcp: trio.SocketStream, address: Address, on_channel: Callable[[Channel], Awaitable[None]]
+    ) -> Callable[[], Awaitable[None]] | None:
+        """The rest of the connection's life, if it may live."""
         refusal = self._gate.enter(address.host, trio.current_time())
         if refusal is not None:
             self.drops[refusal] += 1
@@ -141,11 +187,15 @@ class TlsTransport:
         try:
             with trio.move_on_after(self._limits.handshake_deadline_s):
                 stream = TlsStream(tcp)
-                remote = await stream.accept(self._credentials)
+                magic, body = await stream.receive_greeting((PREAMBLE_MAGIC, *self._greetings))
+                if magic != PREAMBLE_MAGIC:
+                    raw = RawConnection(tcp, _address(tcp.socket.getsockname()), address)
+                    return functools.partial(self._greetings[magic], raw, body)
+                remote = await stream.accept_greeted(self._credentials, body)
                 if remote == self._credentials.peer_id:
                     self.drops["own-identity"] += 1
                     return None
-                return TlsChannel(stream, remote, address)
+                return functools.partial(on_channel, TlsChannel(stream, remote, address))
             self.drops["handshake-deadline"] += 1
         except ProtocolError as error:
             self.drops[error.reason] += 1
@@ -221,9 +271,9 @@ def _leaves(error: OSError) -> list[OSError]:
     return [cause] if isinstance(cause, OSError) else [error]
 
 
-async def _authenticate(stream: TlsStream, credentials: Credentials, address: Address) -> PeerId:
+async def _authenticate(handshake: Awaitable[PeerId], address: Address) -> PeerId:
     try:
-        return await stream.connect(credentials)
+        return await handshake
     except ProtocolError as error:
         raise NotSwarmtrain(address, error.detail or error.reason) from None
     except (trio.BrokenResourceError, trio.ClosedResourceError):

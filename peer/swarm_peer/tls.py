@@ -19,7 +19,7 @@ import ssl
 import struct
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import cast
 
 import trio
@@ -35,7 +35,7 @@ from swarm_peer.identity import Identity, PeerId, peer_id_of
 ALPN = "swarmtrain/1"
 MAX_CERTIFICATE_BYTES = 1024
 _PREAMBLE = struct.Struct("!4sH")
-_MAGIC = b"SWT1"
+PREAMBLE_MAGIC = b"SWT1"
 # A read takes as much as fits. The buffer grows while it comes back full: most connections are quiet, and a
 # large buffer for each would be most of their memory.
 _MIN_READ_BYTES = 16 * 1024
@@ -95,7 +95,7 @@ class Credentials:
     @property
     def preamble(self) -> bytes:
         """What a client sends before its ClientHello."""
-        return _PREAMBLE.pack(_MAGIC, len(self.certificate)) + self.certificate
+        return _PREAMBLE.pack(PREAMBLE_MAGIC, len(self.certificate)) + self.certificate
 
     def client_context(self) -> ssl.SSLContext:
         """Verifies no chain: OpenSSL checks in every mode that the server holds its certificate's key, and
@@ -176,12 +176,20 @@ class TlsStream:
 
     async def accept(self, credentials: Credentials) -> PeerId:
         """Handshake as server: preamble, then TLS. Returns the proved id of the client. Raises as `connect`."""
+        _, certificate = await self.receive_greeting((PREAMBLE_MAGIC,))
+        return await self.accept_greeted(credentials, certificate)
+
+    async def receive_greeting(self, known: Container[bytes]) -> tuple[bytes, bytes]:
+        """What a client sends first, in clear: 4 bytes that we know, and a body. Raises as `connect`."""
         magic, length = _PREAMBLE.unpack(await self._receive_exactly(_PREAMBLE.size))
-        if magic != _MAGIC:
+        if magic not in known:
             raise ProtocolError("bad-preamble")
         if not 0 < length <= MAX_CERTIFICATE_BYTES:
-            raise ProtocolError("bad-preamble", f"certificate of {length} bytes")
-        certificate = await self._receive_exactly(length)
+            raise ProtocolError("bad-preamble", f"body of {length} bytes")
+        return magic, await self._receive_exactly(length)
+
+    async def accept_greeted(self, credentials: Credentials, certificate: bytes) -> PeerId:
+        """The rest of `accept`, after a preamble with this certificate."""
         claimed = read_certificate(certificate)
         context = credentials.server_context(certificate)
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
