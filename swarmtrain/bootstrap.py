@@ -10,18 +10,19 @@ from pathlib import Path
 import click
 import trio
 from swarm_peer.identity import Identity, short
-from swarm_peer.membership import Membership
+from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
 
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import Invite, contact_text, parse_entry_point
 from swarmtrain.manifest import SignedManifest
 from swarmtrain.naming import fingerprint
-from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import BootstrapOptions
 from swarmtrain.run_lookup import LocatedRun, announce
 from swarmtrain.run_package import blobs_folder, read_manifest_file
 from swarmtrain.status import Status
+from swarmtrain.way_in import find_way_in
 from swarmtrain.workspace import acquire_identity
 
 PUBLISH_INTERVAL_S = 10.0
@@ -37,14 +38,20 @@ def run_bootstrap(options: BootstrapOptions) -> int:
 
 async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest], identity: Identity) -> int:
     entries = tuple(map(parse_entry_point, options.peers))
-    config = NodeConfig(listen=options.listen, announce=options.announce, interface=options.interface, entries=entries)
+    config = NodeConfig(
+        listen=options.listen,
+        announce=options.announce,
+        interface=options.interface,
+        entries=entries,
+        connect_timeout_s=options.connect_timeout,
+    )
     async with open_node(identity, config) as node:
         if not node.addresses:
             raise UserError(
                 "this machine has no address that others can reach; name one with --announce HOST:PORT", ExitCode.USAGE
             )
-        if entries:
-            await reach_entries(node, entries, lambda line: click.echo(line, err=True))
+        if entries and not await find_way_in(node, entries, lambda line: click.echo(line, err=True)):
+            click.echo("no other peer reached; this one serves alone and goes on trying", err=True)
         runs = [await trio.to_thread.run_sync(_offer, node, path, signed) for path, signed in manifests.items()]
         async with trio.open_nursery() as nursery:
             _introduce(node, runs, as_json=options.json)
@@ -91,6 +98,7 @@ async def _watch_run(node: Node, run: LocatedRun) -> None:
         discovery=node.discovery,
         rng=random.Random(node.identity.peer_id),
         addresses=node.addresses,
+        params=MembershipParams(rpc_deadline_s=node.answer_deadline_s),
     )
     membership.publish(PeerState.WATCHING, Status().encode())
     async with trio.open_nursery() as nursery:

@@ -175,6 +175,7 @@ def _warn_of_unknown_variables() -> None:
             commands |= {f"{sub}_": inner for sub, inner in command.commands.items()}
         for prefix, inner in commands.items():
             known |= {f"{_ENV_PREFIX}_{name}_{prefix}{option.name or ''}".upper() for option in inner.params}
+            known |= {option.envvar for option in inner.params if isinstance(option.envvar, str)}
     for variable in sorted(os.environ):
         if variable.startswith(f"{_ENV_PREFIX}_") and variable not in known:
             close = difflib.get_close_matches(variable, known, 1, 0.6)

@@ -104,6 +104,15 @@ _interface = click.option(
     metavar="NAME|ADDRESS",
     help="Tell others the addresses of this network interface only.  [default: all that may be of use]",
 )
+_connect_timeout = click.option(
+    "--connect-timeout",
+    type=click.FloatRange(1.0, 600.0),
+    default=10.0,
+    show_default=True,
+    envvar="SWARMTRAIN_CONNECT_TIMEOUT",
+    metavar="SECONDS",
+    help="How long one peer may take to answer a first contact; also $SWARMTRAIN_CONNECT_TIMEOUT. More for slow links.",
+)
 _json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
 
 
@@ -172,6 +181,7 @@ Examples:
 )
 @_announce
 @_interface
+@_connect_timeout
 @click.option(
     "--peer",
     "peers",
@@ -231,6 +241,7 @@ once. The others train on either way.""",
 )
 @_announce
 @_interface
+@_connect_timeout
 @_identity
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
 @click.option(
@@ -270,6 +281,7 @@ Examples:
   swarmtrain monitor 'swarm://…' --once --json""",
 )
 @_finds_a_run
+@_connect_timeout
 @click.option("--once", is_flag=True, help="Print one view and exit.")
 @_json
 @click.option(
@@ -298,6 +310,7 @@ Examples:
   swarmtrain export --checkpoint runs/my-run --out my-model""",
 )
 @_finds_a_run
+@_connect_timeout
 @click.option("--checkpoint", type=_ANY_PATH, help="Export from this checkpoint folder instead of from live peers.")
 @click.option("--out", type=_FOLDER, help="Folder to write.  [default: exported/NAME]")
 @click.option(

@@ -20,18 +20,19 @@ from swarmtrain import __version__
 from swarmtrain.donor import Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.export import ExportCard, export_model
-from swarmtrain.invite import Target, resolve_target
+from swarmtrain.invite import Target
 from swarmtrain.layout import FlatLayout
 from swarmtrain.manifest import SignedManifest
 from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
 from swarmtrain.model_config import parameter_specs
-from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import ExportOptions
 from swarmtrain.progress import Progress
 from swarmtrain.run_lookup import LocatedRun, locate_run
 from swarmtrain.run_package import read_manifest_file
 from swarmtrain.snapshots import Payload, PayloadInvalid, SnapshotLibrary
 from swarmtrain.status import decode_status
+from swarmtrain.way_in import reach_entries, target_with_saved
 from swarmtrain.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ def run_export(options: ExportOptions) -> int:
     if options.checkpoint is not None:
         take = _from_checkpoint(options.checkpoint)
     else:
-        target = resolve_target(options.run, options.invite, options.peers)
+        target = target_with_saved(options.run, options.invite, options.peers, options.state)
         with Progress() as progress:
-            take = trio.run(_from_swarm, target, progress)
+            take = trio.run(_from_swarm, target, options.connect_timeout, progress)
     manifest = take.signed.manifest
     out = options.out or Path("exported") / manifest.name
     config = manifest.model.config()
@@ -86,8 +87,8 @@ def run_export(options: ExportOptions) -> int:
 # ------------------------------------------------------------------------------------------------------- from the swarm
 
 
-async def _from_swarm(target: Target, progress: Progress) -> _Take:
-    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False)
+async def _from_swarm(target: Target, connect_timeout_s: float, progress: Progress) -> _Take:
+    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False, connect_timeout_s=connect_timeout_s)
     async with open_node(Identity.generate(), config) as node:
         await reach_entries(node, target.peers, progress.say)
         run = await locate_run(node, target.reference)

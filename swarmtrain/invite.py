@@ -100,7 +100,7 @@ def resolve_target(run: str | None, invite: str | None, peers: Sequence[str]) ->
     """Merges what ``--run-id``, an invite link and ``--peer`` say. Peers given by hand come first.
 
     Raises:
-        InviteError: neither or both of run and invite are given, one cannot be read, or there is no peer.
+        InviteError: neither or both of run and invite are given, or one cannot be read.
     """
     if (run is None) == (invite is None):
         raise InviteError("give either an invite link or --run-id NAME with --peer HOST:PORT")
@@ -111,8 +111,6 @@ def resolve_target(run: str | None, invite: str | None, peers: Sequence[str]) ->
         reference = link.reference
     else:
         reference = parse_run_reference(run or "")
-    if not entries:
-        raise InviteError("no peer to begin with; add --peer HOST:PORT of the bootstrap peer or of any peer")
     return Target(reference, tuple(entries))
 
 

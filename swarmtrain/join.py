@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,20 +18,23 @@ from swarm_peer.identity import Identity, short
 
 from swarmtrain.data import TokenFile, prepare_tokens
 from swarmtrain.documents import file_documents, python_documents
-from swarmtrain.errors import ExitCode, UserError
+from swarmtrain.errors import ExitCode, Incompatible, ManifestError, UserError
 from swarmtrain.events import EventLog
 from swarmtrain.genesis import genesis_state
 from swarmtrain.genesis_file import load_genesis
-from swarmtrain.invite import Target, resolve_target
+from swarmtrain.invite import Target
 from swarmtrain.manifest import Manifest, require_equal
 from swarmtrain.model_config import ModelConfig, parameter_count, parameter_specs
-from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import JoinOptions
+from swarmtrain.own_run import own_run
 from swarmtrain.progress import Progress
 from swarmtrain.run_lookup import LocatedRun, fetch_genesis_file, locate_run
+from swarmtrain.saved_peers import SavedPeers
 from swarmtrain.snapshots import DENSE_BYTES_PER_WEIGHT
 from swarmtrain.tokenizer import ByteTokenizer
 from swarmtrain.training_peer import Result, TrainingJob, TrainingPeer
+from swarmtrain.way_in import find_way_in, nobody_reached, target_with_saved
 from swarmtrain.workspace import Workspace, acquire_identity, check_room, open_workspace
 
 if TYPE_CHECKING:
@@ -44,7 +48,7 @@ TYPICAL_UPLINK_BITS_PER_S = 20e6
 
 def run_join(options: JoinOptions) -> int:
     """Joins a run and stays until its end.  Returns the exit code; raises UserError."""
-    target = resolve_target(options.run, options.invite, options.peers)
+    target = target_with_saved(options.run, options.invite, options.peers, options.state)
     with acquire_identity(options.state, options.identity) as identity, Progress() as progress:
         result, exit_code = trio.run(_join, options, target, identity, progress)
     if result is not None and result.merge is not None:
@@ -56,12 +60,15 @@ async def _join(
     options: JoinOptions, target: Target, identity: Identity, progress: Progress
 ) -> tuple[Result | None, int]:
     config = NodeConfig(
-        listen=options.listen, announce=options.announce, interface=options.interface, entries=target.peers
+        listen=options.listen,
+        announce=options.announce,
+        interface=options.interface,
+        entries=target.peers,
+        connect_timeout_s=options.connect_timeout,
     )
     async with open_node(identity, config) as node:
         progress.say(f"peer {short(identity.peer_id)} listens on {', '.join(map(str, node.addresses))}")
-        await reach_entries(node, target.peers, progress.say)
-        run = await locate_run(node, target.reference)
+        run = await _find_run(node, target, options, progress.say)
         manifest = run.signed.manifest
         out = options.out or Path("runs") / manifest.name
         weights = parameter_count(manifest.model.config())
@@ -86,7 +93,18 @@ async def _join(
             peer.on_notice = progress.say
             peer.on_transfer = lambda done, total: progress.show_transfer("weights", done, total)
             peer.on_status = lambda status: progress.show_training(status, len(peer.candidates()))
-            return await _run_until_signal(peer, progress)
+            saved = SavedPeers(
+                options.state,
+                run_id=run.signed.run_id,
+                name=manifest.name,
+                creator=run.signed.creator,
+                own_id=identity.peer_id,
+            )
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(saved.keep, peer.live_contacts)
+                ended = await _run_until_signal(peer, progress)
+                nursery.cancel_scope.cancel()
+            return ended
 
 
 async def _run_until_signal(peer: TrainingPeer, progress: Progress) -> tuple[Result | None, int]:
@@ -114,6 +132,27 @@ async def _run_until_signal(peer: TrainingPeer, progress: Progress) -> tuple[Res
 
 
 # ------------------------------------------------------------------------------------------------------ preparation
+
+
+async def _find_run(node: Node, target: Target, options: JoinOptions, say: Callable[[str], None]) -> LocatedRun:
+    """Finds the run by way of others or, to be resumed while nobody answers, in this peer's own folder."""
+    failure = None if await find_way_in(node, target.peers, say) else nobody_reached(target.peers)
+    if failure is None:
+        try:
+            return await locate_run(node, target.reference)
+        except UserError as error:
+            if error.exit_code not in (ExitCode.NO_RUN, ExitCode.NO_PEER):
+                raise
+            failure = error
+    name = target.reference.name
+    folder = options.out or (Path("runs") / name if name else None)
+    if options.resume and folder is not None:
+        run = await trio.to_thread.run_sync(own_run, folder, target.reference, node.blobs)
+        if run is not None:
+            say(f"{failure.message}")
+            say(f"training goes on alone from {folder}; the others are looked for all the time")
+            return run
+    raise failure
 
 
 def _introduce(run: LocatedRun, weights: int, say: Callable[[str], None]) -> None:
@@ -147,12 +186,15 @@ async def _make_genesis(node: Node, run: LocatedRun, workspace: Workspace, progr
     if genesis.weights is None:
         state = await trio.to_thread.run_sync(genesis_state, config, genesis.seed or 0)
         return _flat(state, config)
+    path = workspace.root / "genesis.safetensors"
+    digest = bytes.fromhex(genesis.weights.digest)
+    if path.exists():
+        with contextlib.suppress(ManifestError, Incompatible, OSError):  # then it is fetched anew
+            return _flat(await trio.to_thread.run_sync(load_genesis, path, config, digest), config)
     data = await fetch_genesis_file(
         node, run, run.holders, lambda done, total: progress.show_transfer("genesis", done, total)
     )
-    path = workspace.root / "genesis.safetensors"
     await trio.to_thread.run_sync(path.write_bytes, data)
-    digest = bytes.fromhex(genesis.weights.digest)
     return _flat(await trio.to_thread.run_sync(load_genesis, path, config, digest), config)
 
 

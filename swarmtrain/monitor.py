@@ -19,24 +19,25 @@ from swarm_peer.records import PeerState
 
 from swarmtrain.dashboard import PeerRow, SwarmView, render, to_json
 from swarmtrain.errors import ExitCode
-from swarmtrain.invite import Target, resolve_target
-from swarmtrain.node import Node, NodeConfig, open_node, reach_entries
+from swarmtrain.invite import Target
+from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import MonitorOptions
 from swarmtrain.run_lookup import LocatedRun, locate_run
 from swarmtrain.status import decode_status
+from swarmtrain.way_in import reach_entries, target_with_saved
 
 CALL_DEADLINE_S = 5.0
 
 
 def run_monitor(options: MonitorOptions) -> int:
     """Shows the swarm until Ctrl-C, or once.  Returns the exit code; raises UserError."""
-    target = resolve_target(options.run, options.invite, options.peers)
+    target = target_with_saved(options.run, options.invite, options.peers, options.state)
     return trio.run(_monitor, options, target)
 
 
 async def _monitor(options: MonitorOptions, target: Target) -> int:
     # A fresh identity each time: whoever watches need not be recognised.
-    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False)
+    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False, connect_timeout_s=options.connect_timeout)
     async with open_node(Identity.generate(), config) as node:
         await reach_entries(node, target.peers, lambda line: click.echo(line, err=True))
         run = await locate_run(node, target.reference)

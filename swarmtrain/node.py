@@ -18,18 +18,21 @@ import trio
 from swarm_peer.address_policy import Judged, announced, is_loopback, judge
 from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact, parse_address, parse_announced
 from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
-from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint import Endpoint, EndpointLimits
 from swarm_peer.errors import AddressInUse, ListenError
 from swarm_peer.identity import Identity
 from swarm_peer.interfaces import list_interfaces, runs_in_wsl
-from swarm_peer.kademlia import Kademlia
-from swarm_peer.tcp import TlsTransport
+from swarm_peer.kademlia import Kademlia, KademliaParams
+from swarm_peer.tcp import AcceptLimits, TlsTransport
 
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
 
 # Addresses of RFC 5737, to which nothing is ever sent: connecting a UDP socket only looks up the route.
 _ROUTE_PROBE = ("192.0.2.1", 9)
+# A small call waits for its answer at least this long, and this share of the time for a dial where that is longer.
+ANSWER_S = 4.0
+ANSWER_SHARE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ class NodeConfig:
     interface: str | None = None  # the only one whose addresses are announced
     entries: Sequence[EntryPoint] = ()
     serve: bool = True  # holds DHT records for others
+    connect_timeout_s: float = 10.0  # for one dial and its handshake; slower links also get longer answer times
     quota_bytes: int = 8 << 30  # what is on offer and under way; nothing is reserved
 
 
@@ -108,6 +112,7 @@ class Node:
     discovery: Kademlia
     blobs: NodeBlobs
     addresses: tuple[Address, ...]
+    answer_deadline_s: float = 5.0  # for small calls
 
     @property
     def contact(self) -> Contact:
@@ -123,7 +128,15 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
     listen = _parse(config.listen)
     own = judge_interfaces(config.entries, config.interface)
     given = tuple(_parse(text, parse_announced) for text in config.announce)
-    endpoint = Endpoint(identity, TlsTransport(identity))
+    patience_s = config.connect_timeout_s
+    answer_s = max(ANSWER_S, ANSWER_SHARE * patience_s)
+    accept = AcceptLimits(handshake_deadline_s=max(10.0, patience_s))
+    endpoint = Endpoint(
+        identity, TlsTransport(identity, limits=accept), limits=EndpointLimits(dial_deadline_s=patience_s)
+    )
+    timing = KademliaParams(
+        rpc_deadline_s=answer_s, lookup_deadline_s=max(20.0, 4 * answer_s), connect_deadline_s=patience_s
+    )
     store = BlobStore(config.quota_bytes)
     async with trio.open_nursery() as nursery:
         try:
@@ -134,10 +147,19 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             raise UserError(str(error), ExitCode.USAGE) from None
         try:
             addresses = given or reachable_addresses(bound, own, config.entries)
-            discovery = Kademlia(endpoint, identity, rng=random.Random(identity.peer_id), serve=config.serve)
+            discovery = Kademlia(
+                endpoint, identity, rng=random.Random(identity.peer_id), params=timing, serve=config.serve
+            )
             discovery.advertise(addresses)
             await nursery.start(discovery.run)
-            yield Node(identity, endpoint, discovery, NodeBlobs(store, BlobExchange(endpoint, store)), addresses)
+            yield Node(
+                identity,
+                endpoint,
+                discovery,
+                NodeBlobs(store, BlobExchange(endpoint, store)),
+                addresses,
+                max(5.0, answer_s),
+            )
         finally:
             with trio.move_on_after(3.0, shield=True):
                 await endpoint.aclose()
@@ -165,25 +187,6 @@ def reachable_addresses(
     targets = [(peer.host, peer.port) for _, peer in entries] + [_ROUTE_PROBE]
     hosts = dict.fromkeys(filter(None, map(_local_host_towards, targets)))
     return tuple(Address(host, bound[0].port) for host in hosts)[:MAX_ADDRESSES]
-
-
-async def reach_entries(node: Node, entries: Sequence[EntryPoint], say: Callable[[str], None]) -> None:
-    """Contacts the entry points; each that fails gets one line through `say`.
-
-    Raises UserError with exit code 3 when none can be reached.
-    """
-    if not entries:
-        return
-    results = await node.discovery.bootstrap(list(entries))
-    failures = [error for _, error in results if error is not None]
-    for error in failures:
-        say(f"{error}")
-    if len(failures) == len(results):
-        raise UserError(
-            f"no peer reached: all {len(results)} addresses failed; start one with `swarmtrain bootstrap`, "
-            "or ask for a current address",
-            ExitCode.NO_PEER,
-        )
 
 
 def _parse(text: str, parser: Callable[[str], Address] = parse_address) -> Address:

@@ -43,6 +43,7 @@ class BootstrapOptions(CommonOptions):
     listen: str = f"[::]:{DEFAULT_BOOTSTRAP_PORT}"
     announce: tuple[str, ...] = ()
     interface: str | None = None
+    connect_timeout: float = 10.0
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
     identity: Path | None = None
     json: bool = False
@@ -58,6 +59,7 @@ class JoinOptions(CommonOptions):
     listen: str = "[::]:0"
     announce: tuple[str, ...] = ()
     interface: str | None = None
+    connect_timeout: float = 10.0
     device: DeviceName = "auto"
     data: tuple[Path, ...] = ()
     out: Path | None = None  # None: runs/NAME
@@ -76,6 +78,7 @@ class MonitorOptions(CommonOptions):
     run: str | None = None
     invite: str | None = None
     peers: tuple[str, ...] = ()
+    connect_timeout: float = 10.0
     once: bool = False
     json: bool = False
     interval_s: float = 1.0
@@ -89,6 +92,7 @@ class ExportOptions(CommonOptions):
     invite: str | None = None
     checkpoint: Path | None = None
     peers: tuple[str, ...] = ()
+    connect_timeout: float = 10.0
     out: Path | None = None  # None: exported/NAME
     dtype: DtypeName = "float32"
 

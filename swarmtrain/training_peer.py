@@ -20,7 +20,7 @@ import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.identity import short
 from swarm_peer.members import Member
-from swarm_peer.membership import Membership
+from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
 
 from swarmtrain import control
@@ -101,6 +101,7 @@ class TrainingPeer:
             discovery=node.discovery,
             rng=random.Random(self._rng.random()),
             addresses=node.addresses,
+            params=MembershipParams(rpc_deadline_s=node.answer_deadline_s),
         )
         self._slabs = Slabs.create(self._layout.size)
         self._link = TrainerLink(self._slabs, self._on_trainer_message)
@@ -309,6 +310,10 @@ class TrainingPeer:
     def members(self) -> list[Member]:
         """Everyone known, for displays."""
         return self._membership.members()
+
+    def live_contacts(self) -> list[Contact]:
+        """How to reach those that are there as far as is known."""
+        return [member.contact for member in self._membership.live()]
 
     def _training_members(self) -> list[Member]:
         return [member for member in self._membership.live() if member.state is PeerState.TRAINING]

@@ -140,11 +140,24 @@ def test_ctrl_c_saves_and_resume_goes_on_there(tmp_path: Path) -> None:
         assert refused.process.returncode == 7
         assert "--resume" in refused.log.read_text()
 
+        # The bootstrap peer is gone for good: the way back is by the peers that were saved.
+        assert swarm.bootstrap_process is not None
+        os.killpg(swarm.bootstrap_process.pid, signal.SIGKILL)
         again = swarm.join("leaves", "tiny", entry, resume=True)
         wait_until(lambda: step_of(again) > saved, "the resumed peer trains")
         assert again.last("ready")["step"] >= saved
         assert again.last("ready")["resumed_from"]
         wait_until(lambda: bool(again.last("exchange")), "the resumed peer exchanges")
+
+        # Nobody at all is there: it goes on alone, and says so.
+        os.killpg(stays.process.pid, signal.SIGKILL)
+        again.process.send_signal(signal.SIGINT)
+        wait_until(lambda: has_ended(again), "the interrupted peer leaves again")
+        again.read_events()
+        saved = int(again.last("saved")["step"])
+        alone = swarm.join("leaves", "tiny", entry, resume=True)
+        wait_until(lambda: step_of(alone) > saved, "the peer trains alone")
+        assert "training goes on alone" in alone.log.read_text()
 
 
 def states_of(entry: str) -> dict[str, int]:

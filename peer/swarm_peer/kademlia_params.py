@@ -24,6 +24,7 @@ class KademliaParams:
     rpc_deadline_s: float = 4.0
     lookup_deadline_s: float = 20.0
     retry_s: tuple[float, float] = (1.0, 60.0)  # back-off: first and longest wait
+    connect_deadline_s: float = 10.0  # for one entry: the dial, and the first answer
     requests_per_s: float = 20.0
     stores_per_s: float = 2.0
     burst_s: float = 20.0  # how many seconds' worth of requests may come at once

@@ -109,12 +109,12 @@ class Neighbours:
 
     async def enter(self, peer_id: PeerId | None, address: Address) -> None:
         """Joins through one address. Raises `PeerError`."""
-        found = peer_id or await self._endpoint.identify(address)
+        found = peer_id or await self._endpoint.identify(address, deadline_s=self._params.connect_deadline_s)
         if (peer_id, address) in self._entries:
             self._entries[peer_id, address] = found
         contact = Contact(found, (address,))
         request = FindNodes(self.sender(), self._endpoint.peer_id)
-        await self.call(contact, FIND_NODES, request, deadline_s=10.0)
+        await self.call(contact, FIND_NODES, request, deadline_s=self._params.connect_deadline_s)
 
     # The books.
 
