@@ -15,6 +15,7 @@ from swarm_peer.records import PeerState
 
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import Invite, contact_text, parse_entry_point
+from swarmtrain.link_limits import LinkLimits
 from swarmtrain.manifest import SignedManifest
 from swarmtrain.naming import fingerprint
 from swarmtrain.node import Node, NodeConfig, open_node
@@ -38,12 +39,14 @@ def run_bootstrap(options: BootstrapOptions) -> int:
 
 async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest], identity: Identity) -> int:
     entries = tuple(map(parse_entry_point, options.peers))
+    limits = LinkLimits(up=options.limit_up, down=options.limit_down, max_connections=options.max_connections)
     config = NodeConfig(
         listen=options.listen,
         announce=options.announce,
         interface=options.interface,
         entries=entries,
         connect_timeout_s=options.connect_timeout,
+        limits=limits,
     )
     async with open_node(identity, config) as node:
         if not node.addresses:

@@ -23,6 +23,8 @@ from swarmtrain.options import (
     ExportOptions,
     JoinOptions,
     MonitorOptions,
+    download_rate,
+    upload_rate,
 )
 from swarmtrain.patch import patch
 
@@ -113,6 +115,35 @@ _connect_timeout = click.option(
     metavar="SECONDS",
     help="How long one peer may take to answer a first contact; also $SWARMTRAIN_CONNECT_TIMEOUT. More for slow links.",
 )
+
+
+def _limits(command: F) -> F:
+    """Adds how much of the link and of the machine's sockets the peer may use."""
+    command = click.option(
+        "--max-connections",
+        type=click.IntRange(8, 100_000),
+        metavar="N",
+        help="Connections to others at most.  [default: what the open files (ulimit -n) allow, 1024 at most]",
+    )(command)
+    command = click.option(
+        "--limit-down",
+        type=download_rate,
+        default="none",
+        show_default=True,
+        metavar="RATE|none",
+        help="The most that transfers take of your download: 50Mbit, 6MB (per second).",
+    )(command)
+    return click.option(
+        "--limit-up",
+        type=upload_rate,
+        default="auto",
+        show_default=True,
+        metavar="auto|RATE|none",
+        help="The most that transfers take of your upload: 17Mbit, 2MB (per second). auto finds out what the uplink "
+        "carries and stays at 85 % of it, so that nothing else on it becomes slow.",
+    )(command)
+
+
 _json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
 
 
@@ -182,6 +213,7 @@ Examples:
 @_announce
 @_interface
 @_connect_timeout
+@_limits
 @click.option(
     "--peer",
     "peers",
@@ -242,6 +274,7 @@ once. The others train on either way.""",
 @_announce
 @_interface
 @_connect_timeout
+@_limits
 @_identity
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
 @click.option(

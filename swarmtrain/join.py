@@ -23,6 +23,7 @@ from swarmtrain.events import EventLog
 from swarmtrain.genesis import genesis_state
 from swarmtrain.genesis_file import load_genesis
 from swarmtrain.invite import Target
+from swarmtrain.link_limits import LinkLimits
 from swarmtrain.manifest import Manifest, require_equal
 from swarmtrain.model_config import ModelConfig, parameter_count, parameter_specs
 from swarmtrain.node import Node, NodeConfig, open_node
@@ -59,7 +60,9 @@ def run_join(options: JoinOptions) -> int:
 async def _join(
     options: JoinOptions, target: Target, identity: Identity, progress: Progress
 ) -> tuple[Result | None, int]:
+    limits = LinkLimits(up=options.limit_up, down=options.limit_down, max_connections=options.max_connections)
     config = NodeConfig(
+        limits=limits,
         listen=options.listen,
         announce=options.announce,
         interface=options.interface,

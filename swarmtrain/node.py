@@ -7,26 +7,28 @@ command does with them stands in the command's own module.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import platform
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 from swarm_peer.address_policy import Judged, announced, is_loopback, judge
 from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact, parse_address, parse_announced
 from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
 from swarm_peer.errors import AddressInUse, ListenError
 from swarm_peer.identity import Identity
 from swarm_peer.interfaces import list_interfaces, runs_in_wsl
 from swarm_peer.kademlia import Kademlia, KademliaParams
-from swarm_peer.tcp import AcceptLimits, TlsTransport
+from swarm_peer.tcp import TlsTransport
 
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
+from swarmtrain.link_limits import LinkLimits, endpoint_limits, open_files_limit
 
 # Addresses of RFC 5737, to which nothing is ever sent: connecting a UDP socket only looks up the route.
 _ROUTE_PROBE = ("192.0.2.1", 9)
@@ -46,6 +48,7 @@ class NodeConfig:
     announce: Sequence[str] = ()
     interface: str | None = None  # the only one whose addresses are announced
     entries: Sequence[EntryPoint] = ()
+    limits: LinkLimits = field(default_factory=LinkLimits)
     serve: bool = True  # holds DHT records for others
     connect_timeout_s: float = 10.0  # for one dial and its handshake; slower links also get longer answer times
     quota_bytes: int = 8 << 30  # what is on offer and under way; nothing is reserved
@@ -130,10 +133,10 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
     given = tuple(_parse(text, parse_announced) for text in config.announce)
     patience_s = config.connect_timeout_s
     answer_s = max(ANSWER_S, ANSWER_SHARE * patience_s)
-    accept = AcceptLimits(handshake_deadline_s=max(10.0, patience_s))
-    endpoint = Endpoint(
-        identity, TlsTransport(identity, limits=accept), limits=EndpointLimits(dial_deadline_s=patience_s)
-    )
+    limits, accept = endpoint_limits(config.limits, open_files_limit())
+    accept = dataclasses.replace(accept, handshake_deadline_s=max(10.0, patience_s))
+    limits = dataclasses.replace(limits, dial_deadline_s=patience_s)
+    endpoint = Endpoint(identity, TlsTransport(identity, limits=accept), limits=limits)
     timing = KademliaParams(
         rpc_deadline_s=answer_s, lookup_deadline_s=max(20.0, 4 * answer_s), connect_deadline_s=patience_s
     )
@@ -152,14 +155,8 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             )
             discovery.advertise(addresses)
             await nursery.start(discovery.run)
-            yield Node(
-                identity,
-                endpoint,
-                discovery,
-                NodeBlobs(store, BlobExchange(endpoint, store)),
-                addresses,
-                max(5.0, answer_s),
-            )
+            blobs = NodeBlobs(store, BlobExchange(endpoint, store, download=endpoint.download))
+            yield Node(identity, endpoint, discovery, blobs, addresses, max(5.0, answer_s))
         finally:
             with trio.move_on_after(3.0, shield=True):
                 await endpoint.aclose()

@@ -10,10 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import click
+
+from swarmtrain.rates import parse_rate
+
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["float32", "bfloat16"]
 
+UploadRate = float | Literal["auto"] | None
+
 DEFAULT_BOOTSTRAP_PORT = 7766
+
+
+def upload_rate(text: str) -> UploadRate:
+    """Click's type of ``--limit-up``: bytes per second, "auto", or None for "none"."""
+    return "auto" if text == "auto" else download_rate(text)
+
+
+def download_rate(text: str) -> float | None:
+    """Click's type of ``--limit-down``: bytes per second, or None for "none"."""
+    if text == "none":
+        return None
+    try:
+        return parse_rate(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +65,9 @@ class BootstrapOptions(CommonOptions):
     announce: tuple[str, ...] = ()
     interface: str | None = None
     connect_timeout: float = 10.0
+    limit_up: UploadRate = "auto"  # bytes per second
+    limit_down: float | None = None
+    max_connections: int | None = None  # None: as many as the open files allow
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
     identity: Path | None = None
     json: bool = False
@@ -60,6 +84,9 @@ class JoinOptions(CommonOptions):
     announce: tuple[str, ...] = ()
     interface: str | None = None
     connect_timeout: float = 10.0
+    limit_up: UploadRate = "auto"  # bytes per second
+    limit_down: float | None = None
+    max_connections: int | None = None  # None: as many as the open files allow
     device: DeviceName = "auto"
     data: tuple[Path, ...] = ()
     out: Path | None = None  # None: runs/NAME

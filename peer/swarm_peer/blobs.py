@@ -27,6 +27,7 @@ from swarm_peer.blob_store import Descriptor as Descriptor
 from swarm_peer.blob_store import descriptor_cap_bytes as descriptor_cap_bytes
 from swarm_peer.errors import BlobInvalid, BlobUnavailable, DeadlineExpired, PeerError, Refusal
 from swarm_peer.identity import PeerId, short
+from swarm_peer.pacing import DownloadLimit
 from swarm_peer.rpc import Caller, Method, Priority
 
 logger = logging.getLogger("swarm_peer")
@@ -187,8 +188,10 @@ class BlobExchange:
         *,
         offload: Offload = offload_to_thread,
         params: BlobParams | None = None,
+        download: DownloadLimit | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._download = download or DownloadLimit()
         self._store = store
         self._offload = offload
         self._params = params or BlobParams()
@@ -324,6 +327,8 @@ class BlobExchange:
                         await partial.changed.wait()
                     continue
                 pause_s = 0.0
+                start, end = partial.descriptor.span(index)
+                await trio.sleep_until(self._download.reserve(end - start, trio.current_time()))
                 try:
                     if await self._fetch_chunk(job, holder, index, pace.deadline_s):
                         pace.note_arrival(trio.current_time() - asked_at)

@@ -16,6 +16,7 @@ from typing import Any
 
 import trio
 
+from swarm_peer.addresses import LOOPBACK, host_group
 from swarm_peer.calling import Calls
 from swarm_peer.errors import Disconnected, PeerError, ProtocolError
 from swarm_peer.identity import short
@@ -31,10 +32,11 @@ from swarm_peer.mux import (
     SaidBye,
     WasReset,
 )
-from swarm_peer.pacing import Pace
+from swarm_peer.pacing import MIN_OUTPUT_BYTES, Pace
 from swarm_peer.rpc import Method, ReplyHeader, RequestHeader, decode_header
 from swarm_peer.serving import Requests, Shared
 from swarm_peer.transport import Channel
+from swarm_peer.uplink import SAMPLE_INTERVAL_S, PathDelay
 
 logger = logging.getLogger("swarm_peer")
 
@@ -81,6 +83,8 @@ class Connection:
             stir=self._stir,
         )
         self._pace = Pace()
+        is_loopback = host_group(channel.remote_address.host) == LOOPBACK
+        self._path = PathDelay(channel.remote, is_loopback=is_loopback)
         self._bye_at: float | None = None
         self._remote_bye: int | None = None
         self._last_word = ByeCode.SHUTDOWN
@@ -249,7 +253,7 @@ class Connection:
             self._mux.tick(now)
             if self._is_over(now):
                 raise Disconnected(self._describe_close() if self._mux.bye_received else "closed")
-            bulk_at = self._shared.upload.free_at()
+            bulk_at = self._bulk_at()
             if self._mux.has_urgent_output or (self._mux.has_output and bulk_at <= now):
                 await self._send_some(now)
                 continue
@@ -267,10 +271,15 @@ class Connection:
             # Choosing what to send only when the link can take it is what makes priorities work.
             await stream.wait_send_all_might_not_block()
             now = trio.current_time()
-            size = upload.output_bytes(self._pace.output_bytes)
-            output = self._mux.next_output(size, with_bulk=upload.free_at() <= now)
+            size = self._pace.output_bytes
+            if not upload.exempts(self._path):
+                size = upload.output_bytes(size)
+            output = self._mux.next_output(size, with_bulk=self._bulk_at() <= now)
             if output.data:
-                upload.charge(len(output.data), now)
+                if not upload.exempts(self._path):
+                    upload.charge(len(output.data), now)
+                if len(output.data) >= MIN_OUTPUT_BYTES:
+                    self._measure_delay(now)
                 await self._send(output.data)
                 self._pace.sent(len(output.data), trio.current_time() - started)
             for stream_id in output.progressed:
@@ -279,6 +288,22 @@ class Connection:
             self._calls.on_flush()
         if scope.cancelled_caught:
             raise Disconnected("the remote does not read what we send")
+
+    def _bulk_at(self) -> float:
+        """The time from which bulk may be sent on this connection."""
+        upload = self._shared.upload
+        return 0.0 if upload.exempts(self._path) else upload.free_at()
+
+    def _measure_delay(self, now: float) -> None:
+        """Tells the upload limit how long the way is while bulk is on it."""
+        if now >= self._path.next_sample_at:
+            self._path.next_sample_at = now + SAMPLE_INTERVAL_S
+            rtt_s = self.channel.stream.rtt_s
+            if rtt_s is None:
+                self._mux.probe(now)
+                rtt_s = self._mux.rtt_s
+            if rtt_s is not None:
+                self._shared.upload.note_rtt(self._path, rtt_s, now)
 
     async def _send(self, data: bytes) -> None:
         self._is_mid_send = True

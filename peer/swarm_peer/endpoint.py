@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import trio
 
@@ -35,10 +35,11 @@ from swarm_peer.errors import (
 )
 from swarm_peer.identity import Identity, PeerId, short
 from swarm_peer.mux import ByeCode
-from swarm_peer.pacing import MemoryBudget, UploadLimit
+from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
 from swarm_peer.rpc import Handler, Method, Q, R, StreamHandler, decode_body, encode_body
 from swarm_peer.serving import Registered, Shared
 from swarm_peer.transport import Channel, Transport
+from swarm_peer.uplink import AutoUploadLimit
 
 logger = logging.getLogger("swarm_peer")
 
@@ -51,19 +52,24 @@ _STAGGER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class EndpointLimits:
-    """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback; beyond `max_outbound`, quiet
-    connections are closed. `served_memory_bytes` is for all requests and replies being served. Above
-    `upload_bytes_per_s` bulk waits; somewhat below the uplink it keeps all other calls quick."""
+    """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback; beyond `max_outbound`, and for a
+    dial beyond `max_connections` in all, quiet connections are closed. `max_refusing` are told why at one time.
+    `served_memory_bytes` is for all requests and replies being served. Above `upload_bytes_per_s` bulk waits;
+    somewhat below the uplink it keeps all other calls quick, and "auto" finds that rate. `download_bytes_per_s`
+    bounds the bulk that this endpoint asks for."""
 
     connection: ConnectionLimits = field(default_factory=ConnectionLimits)
     dial_deadline_s: float = 10.0
+    max_connections: int = 1024
     max_inbound: int = 512
+    max_refusing: int = 64
     max_inbound_per_host: int = 16
     max_outbound: int = 512
     max_connections_per_peer: int = 4
     violation_ban_s: float = 600.0
     served_memory_bytes: int = 256 * 1024 * 1024
-    upload_bytes_per_s: float | None = None
+    upload_bytes_per_s: float | Literal["auto"] | None = None
+    download_bytes_per_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -93,8 +99,11 @@ class Endpoint:
         self._identity = identity
         self._transport = transport
         self._limits = limits or EndpointLimits()
+        upload = self._limits.upload_bytes_per_s
         self._shared = Shared(
-            MemoryBudget(self._limits.served_memory_bytes), UploadLimit(self._limits.upload_bytes_per_s)
+            MemoryBudget(self._limits.served_memory_bytes),
+            AutoUploadLimit() if upload == "auto" else UploadLimit(upload),
+            DownloadLimit(self._limits.download_bytes_per_s),
         )
         self._drops = self._shared.drops
         self._pool: dict[PeerId, list[Connection]] = {}  # oldest first
@@ -105,6 +114,9 @@ class Endpoint:
         self._calls = 0
         self._nursery: trio.Nursery | None = None
         self._stopped = trio.Event()
+        self._refusing = 0
+        self._dialling = 0
+        self._closed_one = trio.Event()
 
     @property
     def peer_id(self) -> PeerId:
@@ -144,6 +156,11 @@ class Endpoint:
     def handle_stream(self, method: Method[Q, bytes], handler: StreamHandler[Q]) -> None:
         """Registers the one handler of a method whose reply is a stream of bytes, for `stream`."""
         self._register(Registered(method, None, handler))
+
+    @property
+    def download(self) -> DownloadLimit:
+        """The limit that bulk of ours is asked for under."""
+        return self._shared.download
 
     def limit_upload(self, bytes_per_s: float | None) -> None:
         """Changes `EndpointLimits.upload_bytes_per_s` from now on."""
@@ -241,7 +258,8 @@ class Endpoint:
         """
         if self._nursery is None:
             raise RuntimeError("the endpoint does not run")
-        channel = await self._transport.dial(address, None, deadline_s)
+        async with self._slot(address):
+            channel = await self._transport.dial(address, None, deadline_s)
         if (ban := self._ban_of(channel.remote)) is not None:
             await self._connection(channel, is_dialer=True).refuse(ByeCode.BANNED)
             raise ban
@@ -307,7 +325,8 @@ class Endpoint:
         """Runs on its own, so that a call that gives up does not spoil the dial for the others."""
         remote = PeerId(to.peer_id)
         try:
-            channel = await self._dial_first(to)
+            async with self._slot(to):
+                channel = await self._dial_first(to)
             if (ban := self._ban_of(remote)) is not None:
                 await self._connection(channel, is_dialer=True).refuse(ByeCode.BANNED)
                 raise ban
@@ -323,6 +342,25 @@ class Endpoint:
             dial.done.set()
             if self._dials.get(remote) is dial:
                 del self._dials[remote]
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, to: Contact | Address) -> AsyncIterator[None]:
+        """Room for one more connection, made by closing quiet ones. Raises `Unreachable` if all are at work."""
+        most = self._limits.max_connections
+        deadline = trio.current_time() + self._limits.dial_deadline_s
+        while len(live := self._connections()) + self._dialling >= most:
+            is_closing = any(not c.is_usable for c in live)
+            if trio.current_time() >= deadline or not (self._make_room(live) or is_closing or self._dialling):
+                raise Unreachable(to, f"all {most} connections of this peer are in use")
+            with trio.move_on_at(deadline):
+                await self._closed_one.wait()
+        self._dialling += 1
+        try:
+            yield
+        finally:
+            self._dialling -= 1
+            self._closed_one.set()
+            self._closed_one = trio.Event()
 
     async def _dial_first(self, to: Contact) -> Channel:
         """Tries the addresses in order, each with a small head start (RFC 8305); the first that works wins."""
@@ -358,7 +396,13 @@ class Endpoint:
     async def _accept(self, channel: Channel) -> None:
         """The life of a connection that a remote dialled."""
         if (code := self._reason_to_refuse(channel)) is not None:
-            await self._connection(channel, is_dialer=False).refuse(code)
+            if self._refusing >= self._limits.max_refusing:
+                return  # closed without a word
+            self._refusing += 1
+            try:
+                await self._connection(channel, is_dialer=False).refuse(code)
+            finally:
+                self._refusing -= 1
             return
         await self._supervise(self._adopt(channel, is_dialer=False))
 
@@ -372,7 +416,9 @@ class Endpoint:
         if group != LOOPBACK and from_there >= self._limits.max_inbound_per_host:
             self._drops["full"] += 1
             return ByeCode.FULL
-        if len(inbound) >= self._limits.max_inbound and not self._make_room(inbound):
+        most = self._limits.max_inbound
+        # Some more while quiet ones say goodbye; not any number, for they may take their time.
+        if len(inbound) >= most and (len(inbound) >= most + 1 + most // 8 or not self._make_room(inbound)):
             self._drops["full"] += 1
             return ByeCode.FULL
         return None
@@ -433,6 +479,8 @@ class Endpoint:
             siblings.remove(connection)
             if not siblings:
                 del self._pool[channel.remote]
+            self._closed_one.set()
+            self._closed_one = trio.Event()
             self._past_sent += channel.bytes_sent
             self._past_received += channel.bytes_received
 

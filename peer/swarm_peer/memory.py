@@ -354,6 +354,8 @@ class _Channel:
 class MemoryStream:
     """One end of a connection."""
 
+    rtt_s: float | None = None
+
     def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
         self.bytes_sent = 0
         self.bytes_received = 0

@@ -263,9 +263,17 @@ class Mux:
         if now >= self._last_received + self.limits.keepalive_timeout_s:
             raise Disconnected(f"nothing was heard for {now - self._last_received:.0f} s")
         if self._ping_sent is None and now >= self._last_received + self._ping_after_s:
-            self._ping_sent = now
-            self._ping_count += 1
-            self._short_frames.append(encode_frame(FrameType.PING, 0, struct.pack("!Q", self._ping_count)))
+            self._send_ping(now)
+
+    def probe(self, now: float) -> None:
+        """Measures the round trip now, unless that is under way."""
+        if self._ping_sent is None:
+            self._send_ping(now)
+
+    def _send_ping(self, now: float) -> None:
+        self._ping_sent = now
+        self._ping_count += 1
+        self._short_frames.append(encode_frame(FrameType.PING, 0, struct.pack("!Q", self._ping_count)))
 
     @property
     def next_tick(self) -> float:
@@ -324,8 +332,6 @@ class Mux:
     def receive(self, data: bytes, now: float) -> Iterator[Event]:
         """Yields what `data` means. Run it to its end. Raises `ProtocolError`."""
         self._last_received = now
-        # Any byte proves the link; the PONG itself, if it is in `data`, also measures the round trip.
-        pending, self._ping_sent = self._ping_sent, None
         for frame in self._decoder.feed(data):
             match frame.type:
                 case FrameType.DATA:
@@ -341,10 +347,7 @@ class Mux:
                 case FrameType.PING:
                     self._short_frames.append(encode_frame(FrameType.PONG, 0, frame.payload))
                 case FrameType.PONG:
-                    if struct.unpack("!Q", frame.payload)[0] > self._ping_count:
-                        raise ProtocolError("unexpected-pong")
-                    if pending is not None:
-                        self.rtt_s = now - pending
+                    self._on_pong(frame, now)
                 case FrameType.BYE:
                     self.bye_received = True
                     yield SaidBye(frame.payload[0])
@@ -411,6 +414,14 @@ class Mux:
         if not size_bytes or stream.send_window > _MAX_CREDIT_BYTES:
             raise ProtocolError("bad-window", f"grant of {size_bytes} bytes")
         self._take_turn(frame.stream_id, stream)
+
+    def _on_pong(self, frame: Frame, now: float) -> None:
+        (count,) = struct.unpack("!Q", frame.payload)
+        if count > self._ping_count:
+            raise ProtocolError("unexpected-pong")
+        if self._ping_sent is not None and count == self._ping_count:
+            self.rtt_s = now - self._ping_sent
+            self._ping_sent = None
 
     def _on_reset(self, frame: Frame, now: float) -> Iterator[Event]:
         stream = self._find(frame)

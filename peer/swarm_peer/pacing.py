@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from swarm_peer.uplink import PathDelay
+
 MIN_OUTPUT_BYTES = 16 * 1024
 MAX_OUTPUT_BYTES = 256 * 1024
 _TARGET_S = 0.01
+_CATCH_UP_S = 0.02  # timers are late; what a late one lost may be made up for
 
 
 class Pace:
@@ -40,6 +46,14 @@ class UploadLimit:
         """The time from which bulk may be sent."""
         return self._free_at if self.bytes_per_s is not None else 0.0
 
+    def exempts(self, path: PathDelay) -> bool:
+        """Whether bulk on this path pays nothing: a rate that a person has set holds everywhere."""
+        return self.bytes_per_s is None
+
+    def note_rtt(self, path: PathDelay, rtt_s: float, now: float) -> None:
+        """A round trip of a connection that sends bulk. A fixed limit learns nothing from it."""
+        path.rtt_s = rtt_s
+
     def output_bytes(self, wanted: int) -> int:
         """How much to send at a time: not more than the limit allows in 10 ms."""
         return wanted if self.bytes_per_s is None else min(wanted, _output_bytes(self.bytes_per_s))
@@ -47,7 +61,23 @@ class UploadLimit:
     def charge(self, size_bytes: int, now: float) -> None:
         """Counts what was sent."""
         if self.bytes_per_s is not None:
-            self._free_at = max(self._free_at, now) + size_bytes / self.bytes_per_s
+            self._free_at = max(self._free_at, now - _CATCH_UP_S) + size_bytes / self.bytes_per_s
+
+
+class DownloadLimit:
+    """One limit for the bulk that this peer asks for, paced by asking later and granting credit later."""
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    def reserve(self, size_bytes: int, now: float) -> float:
+        """Takes the room for so many bytes; the time from which they may be asked for."""
+        if self.bytes_per_s is None:
+            return now
+        start = max(self._free_at, now)
+        self._free_at = start + size_bytes / self.bytes_per_s
+        return start
 
 
 class MemoryBudget:

@@ -14,7 +14,7 @@ import trio
 from swarm_peer.errors import ProtocolError, Refusal
 from swarm_peer.identity import PeerId
 from swarm_peer.mux import Mux, ResetCode
-from swarm_peer.pacing import MemoryBudget, UploadLimit
+from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
 from swarm_peer.rpc import (
     Handler,
     Method,
@@ -48,6 +48,7 @@ class Shared:
 
     budget: MemoryBudget
     upload: UploadLimit = field(default_factory=UploadLimit)
+    download: DownloadLimit = field(default_factory=DownloadLimit)
     handlers: dict[str, Registered] = field(default_factory=dict)
     drops: Counter[str] = field(default_factory=Counter)
 

@@ -31,6 +31,7 @@ from cryptography.x509.oid import NameOID
 
 from swarm_peer.errors import ProtocolError
 from swarm_peer.identity import Identity, PeerId, peer_id_of
+from swarm_peer.tcp_info import round_trip_s
 
 ALPN = "swarmtrain/1"
 MAX_CERTIFICATE_BYTES = 1024
@@ -213,6 +214,11 @@ class TlsStream:
     async def wait_send_all_might_not_block(self) -> None:
         """Waits for the kernel to have sent most of what it has (trio sets TCP_NOTSENT_LOWAT)."""
         await self._tcp.wait_send_all_might_not_block()
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The kernel's measure of the round trip, if it has one."""
+        return round_trip_s(self._tcp.socket)
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """Decrypted bytes, as many as are there up to 256 KiB; b"" when the remote has closed."""

@@ -22,6 +22,11 @@ class ByteStream(Protocol):
     Failures of the link raise `trio.BrokenResourceError`; use after `aclose` `trio.ClosedResourceError`.
     """
 
+    @property
+    def rtt_s(self) -> float | None:
+        """The round trip as the layer below measures it; None if it does not."""
+        ...
+
     async def send_all(self, data: bytes | bytearray | memoryview) -> None: ...
 
     async def wait_send_all_might_not_block(self) -> None:
