@@ -226,6 +226,14 @@ def decode_to_node(body: bytes) -> ToNode:
         raise ControlError(f"trainer sent an invalid control message: {error}") from error
 
 
+def decode_to_trainer(body: bytes) -> ToTrainer:
+    """Decodes what a node says.  Raises ControlError."""
+    try:
+        return _to_trainer.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ControlError(f"node sent an invalid control message: {error}") from error
+
+
 class TrainerControl:
     """The trainer's blocking end.  It never waits for the node: `poll` returns at once."""
 
@@ -261,7 +269,7 @@ class TrainerControl:
                 data = self._socket.recv(1 << 16)
                 if not data:
                     raise ControlError("the node process is gone")
-                self._pending += [_to_trainer.decode(body) for body in self._reader.feed(data)]
+                self._pending += map(decode_to_trainer, self._reader.feed(data))
                 timeout_s = 0
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:
             raise ControlError(f"the control channel broke: {error}") from error

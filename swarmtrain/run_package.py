@@ -32,6 +32,11 @@ def read_manifest_file(path: Path) -> SignedManifest:
     except OSError as error:
         hint = "; did you mean its .run file?" if path.suffix != SUFFIX else ""
         raise UserError(f"{path}: {error.strerror or error}{hint}", ExitCode.USAGE) from None
+    return decode_manifest_file(path, data)
+
+
+def decode_manifest_file(path: Path, data: bytes) -> SignedManifest:
+    """Verifies the bytes of a ``NAME.run`` file. Raises as :func:`read_manifest_file`."""
     if path.suffix == ".toml":
         raise UserError(f"{path}: a run file is not yet a run; sign it first: swarmtrain create {path}", ExitCode.USAGE)
     try:

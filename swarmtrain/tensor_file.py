@@ -89,6 +89,15 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
         if file_bytes < 8 or length > min(_MAX_HEADER_BYTES, file_bytes - 8):
             raise TensorFileError("not a safetensors file, or cut off in its header")
         text = file.read(length)
+    return parse_header(text, file_bytes)
+
+
+def parse_header(text: bytes, file_bytes: int) -> dict[str, TensorEntry]:
+    """Reads the JSON of a header, as `read_entries` does, of a file of `file_bytes` bytes in all.
+
+    Raises `TensorFileError`, whatever the bytes are.
+    """
+    length = len(text)
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -130,6 +139,8 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _entry(name: str, value: object, data_start: int) -> TensorEntry:
+    if not _is_unicode(name):
+        raise TensorFileError(f"tensor {name[:100]!a}: the name is not valid Unicode")
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise TensorFileError(f"tensor {name[:100]!r}: the header entry is malformed")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -146,3 +157,12 @@ def _entry(name: str, value: object, data_start: int) -> TensorEntry:
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 53 for size in value)
+
+
+def _is_unicode(name: str) -> bool:
+    """False for lone surrogates, which JSON can spell and nothing can encode."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

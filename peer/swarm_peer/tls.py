@@ -18,6 +18,7 @@ import os
 import ssl
 import struct
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Container, Iterator
 from typing import cast
@@ -27,6 +28,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import NameOID
 
 from swarm_peer.errors import ProtocolError
@@ -36,6 +38,7 @@ from swarm_peer.tcp_info import round_trip_s
 ALPN = "swarmtrain/1"
 MAX_CERTIFICATE_BYTES = 1024
 _PREAMBLE = struct.Struct("!4sH")
+PREAMBLE_BYTES = _PREAMBLE.size
 PREAMBLE_MAGIC = b"SWT1"
 # A read takes as much as fits. The buffer grows while it comes back full: most connections are quiet, and a
 # large buffer for each would be most of their memory.
@@ -65,6 +68,19 @@ def make_certificate(identity: Identity) -> bytes:
     return certificate.public_bytes(Encoding.DER)
 
 
+def read_preamble(head: bytes, known: Container[bytes] = (PREAMBLE_MAGIC,)) -> tuple[bytes, int]:
+    """What the first `PREAMBLE_BYTES` of a stranger's connection say: which greeting, and how many bytes follow.
+
+    Raises `ProtocolError("bad-preamble")`.
+    """
+    magic, length = _PREAMBLE.unpack(head)
+    if magic not in known:
+        raise ProtocolError("bad-preamble")
+    if not 0 < length <= MAX_CERTIFICATE_BYTES:
+        raise ProtocolError("bad-preamble", f"body of {length} bytes")
+    return magic, length
+
+
 def read_certificate(der: bytes) -> PeerId:
     """The peer id that a stranger's certificate claims. Raises `ProtocolError("bad-certificate")`.
 
@@ -73,12 +89,15 @@ def read_certificate(der: bytes) -> PeerId:
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise ProtocolError("bad-certificate", f"{len(der)} bytes")
     try:
-        certificate = x509.load_der_x509_certificate(der)
+        with warnings.catch_warnings():
+            # A stranger must not be able to put lines on our terminal (a serial number of zero is worth a warning).
+            warnings.simplefilter("ignore", CryptographyDeprecationWarning)
+            certificate = x509.load_der_x509_certificate(der)
         key = certificate.public_key()
         if not isinstance(key, Ed25519PublicKey):
             raise ProtocolError("bad-certificate", "not an Ed25519 key")
         key.verify(certificate.signature, certificate.tbs_certificate_bytes)
-    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature, x509.InvalidVersion) as error:
         raise ProtocolError("bad-certificate", type(error).__name__) from None
     return peer_id_of(key.public_bytes(Encoding.Raw, PublicFormat.Raw))
 
@@ -182,11 +201,7 @@ class TlsStream:
 
     async def receive_greeting(self, known: Container[bytes]) -> tuple[bytes, bytes]:
         """What a client sends first, in clear: 4 bytes that we know, and a body. Raises as `connect`."""
-        magic, length = _PREAMBLE.unpack(await self._receive_exactly(_PREAMBLE.size))
-        if magic not in known:
-            raise ProtocolError("bad-preamble")
-        if not 0 < length <= MAX_CERTIFICATE_BYTES:
-            raise ProtocolError("bad-preamble", f"body of {length} bytes")
+        magic, length = read_preamble(await self._receive_exactly(PREAMBLE_BYTES), known)
         return magic, await self._receive_exactly(length)
 
     async def accept_greeted(self, credentials: Credentials, certificate: bytes) -> PeerId:

@@ -1,10 +1,6 @@
-"""Lossy codecs: bounds, determinism, residuals, hostile bytes."""
+"""Lossy codecs: bounds, determinism, residuals."""
 
 from __future__ import annotations
-
-import contextlib
-import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -123,20 +119,3 @@ def test_all_codecs_share_one_interface(codec: sc.WeightCodec) -> None:
     before = np.linalg.norm(to_float32(new["w"], BF16) - to_float32(base["w"], BF16))
     after = np.linalg.norm(to_float32(new["w"], BF16) - to_float32(got["w"], BF16))
     assert after < before
-
-
-def test_mutated_lossy_bytes_never_escape(mutate: Callable[[bytes, random.Random], bytes]) -> None:
-    new, base = states(shape=(40, 40))
-    moved = {"w": np.random.default_rng(4).standard_normal(5000).astype(np.float32)}
-    layout = sc.displacement_layout(moved)
-    rng = random.Random(5)
-    blocks = [sc.encode_blocks(new, base, bits=bits) for bits in (4, 8)]
-    top_k = [sc.encode_top_k(moved, bits=bits) for bits in (2, 4, 8)]
-    for _ in range(1500):
-        try:
-            got = sc.decode_blocks(mutate(rng.choice(blocks), rng), base)
-            assert sc.state_hash(got) in {sc.describe(data).result_hash for data in blocks}
-        except sc.CodecError:
-            pass
-        with contextlib.suppress(sc.CodecError):
-            sc.decode_top_k(mutate(rng.choice(top_k), rng), layout)

@@ -20,6 +20,8 @@ from swarm_peer.rpc import (
     decode_header,
 )
 
+from fuzz.mutator import mutate
+
 FUZZED_INPUTS = 100_000
 
 
@@ -134,29 +136,6 @@ def corpus() -> list[bytes]:
         dialer.say_bye(ByeCode.IDLE)
         pairs.append(dialer.next_output(1 << 20).data)
     return pairs
-
-
-def mutate(data: bytes, rng: random.Random, others: list[bytes]) -> bytes:
-    mutant = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(mutant) + 1)
-        match rng.randrange(6):
-            case 0 if mutant:
-                mutant[at % len(mutant)] ^= 1 << rng.randrange(8)
-            case 1 if mutant:
-                mutant[at % len(mutant)] = rng.choice((0, 1, 2, 127, 128, 254, 255))
-            case 2:
-                del mutant[at : at + rng.randint(1, 30)]
-            case 3:
-                mutant[at:at] = rng.randbytes(rng.randint(1, 16))
-            case 4:
-                piece = rng.choice(others)
-                start = rng.randrange(len(piece))
-                mutant[at:at] = piece[start : start + 40]
-            case _:
-                kind, flags = rng.randrange(10), rng.randrange(3)
-                mutant[at:at] = header(kind, flags, 0, rng.randrange(6), rng.randrange(10))
-    return bytes(mutant)
 
 
 def swallow(mux: Mux, data: bytes) -> None:
