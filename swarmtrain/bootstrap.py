@@ -14,13 +14,14 @@ from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
 
 from swarmtrain.errors import ExitCode, UserError
+from swarmtrain.hivemind_bridge.rendezvous import check_rendezvous, open_rendezvous
 from swarmtrain.invite import Invite, contact_text, parse_entry_point
 from swarmtrain.link_limits import LinkLimits
 from swarmtrain.manifest import SignedManifest
 from swarmtrain.naming import fingerprint
 from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import BootstrapOptions
-from swarmtrain.run_lookup import LocatedRun, announce
+from swarmtrain.run_lookup import LocatedRun, announce, run_payload
 from swarmtrain.run_package import blobs_folder, read_manifest_file
 from swarmtrain.status import Status
 from swarmtrain.way_in import find_way_in
@@ -31,13 +32,19 @@ PUBLISH_INTERVAL_S = 10.0
 
 def run_bootstrap(options: BootstrapOptions) -> int:
     """Serves until Ctrl-C.  Returns the exit code; raises UserError."""
+    initial_peers = check_rendezvous(options.dht, options.initial_peers)
     manifests = {path: read_manifest_file(path) for path in options.manifests}
     key = options.identity or options.state / "bootstrap.pem"
     with acquire_identity(options.state, key) as identity:
-        return trio.run(_serve, options, manifests, identity)
+        return trio.run(_serve, options, manifests, initial_peers, identity)
 
 
-async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest], identity: Identity) -> int:
+async def _serve(
+    options: BootstrapOptions,
+    manifests: dict[Path, SignedManifest],
+    initial_peers: tuple[str, ...],
+    identity: Identity,
+) -> int:
     entries = tuple(map(parse_entry_point, options.peers))
     limits = LinkLimits(up=options.limit_up, down=options.limit_down, max_connections=options.max_connections)
     config = NodeConfig(
@@ -48,7 +55,10 @@ async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest
         connect_timeout_s=options.connect_timeout,
         limits=limits,
     )
-    async with open_node(identity, config) as node:
+    async with (
+        open_node(identity, config) as node,
+        open_rendezvous(node, initial_peers, lambda line: click.echo(line, err=True)) as rendezvous,
+    ):
         if not node.addresses:
             raise UserError(
                 "this machine has no address that others can reach; name one with --announce HOST:PORT", ExitCode.USAGE
@@ -60,6 +70,8 @@ async def _serve(options: BootstrapOptions, manifests: dict[Path, SignedManifest
             _introduce(node, runs, as_json=options.json)
             for run in runs:
                 nursery.start_soon(announce, node, run)
+                if rendezvous is not None:
+                    rendezvous.announce(run_payload(node, run))
                 nursery.start_soon(_watch_run, node, run)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async for number in signals:

@@ -52,6 +52,7 @@ _ADDRESS = _checked("swarm_peer.addresses", "parse_address")
 _ANNOUNCED = _checked("swarm_peer.addresses", "parse_announced")
 _PEER = _checked("swarmtrain.invite", "parse_entry_point")
 _RUN = _checked("swarmtrain.naming", "parse_run_reference")
+_MULTIADDRS = _checked("swarmtrain.hivemind_bridge.multiaddr", "parse_multiaddrs")
 _INVITE = _checked("swarmtrain.invite", "parse_invite")
 
 
@@ -84,6 +85,25 @@ def _finds_a_run(command: F) -> F:
         help="The run: NAME, NAME@fingerprint where two runs have one name, or the 64-digit run id.",
     )(command)
     return click.argument("invite", type=_INVITE, required=False, metavar="[INVITE]")(command)
+
+
+def _finds_through_hivemind(command: F) -> F:
+    """Adds the two options of the optional hivemind bridge."""
+    command = click.option(
+        "--initial-peers",
+        type=_MULTIADDRS,
+        multiple=True,
+        metavar="MULTIADDR",
+        help="Peers of the hivemind DHT, as hivemind-dht prints them. May be given several times.",
+    )(command)
+    return click.option(
+        "--dht",
+        type=click.Choice(["own", "hivemind"]),
+        default="own",
+        show_default=True,
+        help="Where peers find each other. hivemind: through an existing hivemind DHT too; only addresses are learnt "
+        "from it (needs pip install 'swarmtrain[hivemind]').",
+    )(command)
 
 
 _identity = click.option(
@@ -150,6 +170,11 @@ _json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scr
 def _one_run(invite: str | None, run: str | None) -> None:
     if (invite is None) == (run is None):
         raise click.UsageError("Give either an invite link (swarm://…, in quotes) or --run-id NAME --peer HOST:PORT.")
+
+
+def _one_dht(dht: str, initial_peers: tuple[str, ...]) -> None:
+    if (dht == "hivemind") != bool(initial_peers):
+        raise click.UsageError("--dht hivemind and --initial-peers MULTIADDR go together.")
 
 
 # ------------------------------------------------------------------------------------------------ the commands
@@ -222,6 +247,7 @@ Examples:
     metavar="HOST:PORT",
     help="Another bootstrap peer to join. May be given several times.",
 )
+@_finds_through_hivemind
 @_identity
 @_json
 @click.pass_obj
@@ -231,6 +257,7 @@ def bootstrap(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     Serves the manifests of the runs you name, prints the line that the next person pastes, and trains nothing. Run
     it where others can reach it. A run goes on without it; only newcomers need some peer to start from.
     """
+    _one_dht(values["dht"], values["initial_peers"])
     return _call("bootstrap", "run_bootstrap", BootstrapOptions(**obj, **values))
 
 
@@ -246,6 +273,7 @@ Ctrl-C says goodbye to the others, saves and leaves; a second Ctrl-C stops at
 once. The others train on either way.""",
 )
 @_finds_a_run
+@_finds_through_hivemind
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda", "mps"]),
@@ -302,6 +330,7 @@ def join(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     anything large is fetched.
     """
     _one_run(values["invite"], values["run"])
+    _one_dht(values["dht"], values["initial_peers"])
     return _call("join", "run_join", JoinOptions(**obj, **values))
 
 
@@ -315,6 +344,7 @@ Examples:
 )
 @_finds_a_run
 @_connect_timeout
+@_finds_through_hivemind
 @click.option("--once", is_flag=True, help="Print one view and exit.")
 @_json
 @click.option(
@@ -332,6 +362,7 @@ def monitor(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     Only looks; closing it stops nobody. Use --once or --json for scripts.
     """
     _one_run(values["invite"], values["run"])
+    _one_dht(values["dht"], values["initial_peers"])
     return _call("monitor", "run_monitor", MonitorOptions(**obj, **values))
 
 

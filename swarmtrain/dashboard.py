@@ -46,6 +46,7 @@ class PeerRow:
     bytes_up: int | None = None
     bytes_down: int | None = None
     age_s: float = 0.0  # since the peer's newest record
+    hivemind: str = ""  # of its bridge: starting, up or down; empty without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

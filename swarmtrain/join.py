@@ -22,6 +22,7 @@ from swarmtrain.errors import ExitCode, Incompatible, ManifestError, UserError
 from swarmtrain.events import EventLog
 from swarmtrain.genesis import genesis_state
 from swarmtrain.genesis_file import load_genesis
+from swarmtrain.hivemind_bridge.rendezvous import Rendezvous, check_rendezvous, enter_swarm, open_rendezvous
 from swarmtrain.invite import Target
 from swarmtrain.link_limits import LinkLimits
 from swarmtrain.manifest import Manifest, require_equal
@@ -30,12 +31,12 @@ from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import JoinOptions
 from swarmtrain.own_run import own_run
 from swarmtrain.progress import Progress
-from swarmtrain.run_lookup import LocatedRun, fetch_genesis_file, locate_run
+from swarmtrain.run_lookup import LocatedRun, fetch_genesis_file, locate_run, run_payload
 from swarmtrain.saved_peers import SavedPeers
 from swarmtrain.snapshots import DENSE_BYTES_PER_WEIGHT
 from swarmtrain.tokenizer import ByteTokenizer
 from swarmtrain.training_peer import Result, TrainingJob, TrainingPeer
-from swarmtrain.way_in import find_way_in, nobody_reached, target_with_saved
+from swarmtrain.way_in import target_with_saved
 from swarmtrain.workspace import Workspace, acquire_identity, check_room, open_workspace
 
 if TYPE_CHECKING:
@@ -49,16 +50,17 @@ TYPICAL_UPLINK_BITS_PER_S = 20e6
 
 def run_join(options: JoinOptions) -> int:
     """Joins a run and stays until its end.  Returns the exit code; raises UserError."""
+    initial_peers = check_rendezvous(options.dht, options.initial_peers)
     target = target_with_saved(options.run, options.invite, options.peers, options.state)
     with acquire_identity(options.state, options.identity) as identity, Progress() as progress:
-        result, exit_code = trio.run(_join, options, target, identity, progress)
+        result, exit_code = trio.run(_join, options, target, initial_peers, identity, progress)
     if result is not None and result.merge is not None:
         _print_result(options, result)
     return exit_code
 
 
 async def _join(
-    options: JoinOptions, target: Target, identity: Identity, progress: Progress
+    options: JoinOptions, target: Target, initial_peers: tuple[str, ...], identity: Identity, progress: Progress
 ) -> tuple[Result | None, int]:
     limits = LinkLimits(up=options.limit_up, down=options.limit_down, max_connections=options.max_connections)
     config = NodeConfig(
@@ -69,9 +71,14 @@ async def _join(
         entries=target.peers,
         connect_timeout_s=options.connect_timeout,
     )
-    async with open_node(identity, config) as node:
+    async with (
+        open_node(identity, config) as node,
+        open_rendezvous(node, initial_peers, progress.say) as rendezvous,
+    ):
         progress.say(f"peer {short(identity.peer_id)} listens on {', '.join(map(str, node.addresses))}")
-        run = await _find_run(node, target, options, progress.say)
+        run = await _find_run(node, rendezvous, target, options, progress.say)
+        if rendezvous is not None:
+            rendezvous.announce(run_payload(node, run))
         manifest = run.signed.manifest
         out = options.out or Path("runs") / manifest.name
         weights = parameter_count(manifest.model.config())
@@ -94,6 +101,8 @@ async def _join(
             )
             peer = TrainingPeer(node, run, job, events)
             peer.on_notice = progress.say
+            if rendezvous is not None:
+                peer.bridge_state = lambda: rendezvous.state
             peer.on_transfer = lambda done, total: progress.show_transfer("weights", done, total)
             peer.on_status = lambda status: progress.show_training(status, len(peer.candidates()))
             saved = SavedPeers(
@@ -137,16 +146,17 @@ async def _run_until_signal(peer: TrainingPeer, progress: Progress) -> tuple[Res
 # ------------------------------------------------------------------------------------------------------ preparation
 
 
-async def _find_run(node: Node, target: Target, options: JoinOptions, say: Callable[[str], None]) -> LocatedRun:
+async def _find_run(
+    node: Node, rendezvous: Rendezvous | None, target: Target, options: JoinOptions, say: Callable[[str], None]
+) -> LocatedRun:
     """Finds the run by way of others or, to be resumed while nobody answers, in this peer's own folder."""
-    failure = None if await find_way_in(node, target.peers, say) else nobody_reached(target.peers)
-    if failure is None:
-        try:
-            return await locate_run(node, target.reference)
-        except UserError as error:
-            if error.exit_code not in (ExitCode.NO_RUN, ExitCode.NO_PEER):
-                raise
-            failure = error
+    try:
+        await enter_swarm(node, rendezvous, target, say)
+        return await locate_run(node, target.reference)
+    except UserError as error:
+        if error.exit_code not in (ExitCode.NO_RUN, ExitCode.NO_PEER):
+            raise
+        failure = error
     name = target.reference.name
     folder = options.out or (Path("runs") / name if name else None)
     if options.resume and folder is not None:

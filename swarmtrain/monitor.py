@@ -19,27 +19,32 @@ from swarm_peer.records import PeerState
 
 from swarmtrain.dashboard import PeerRow, SwarmView, render, to_json
 from swarmtrain.errors import ExitCode
+from swarmtrain.hivemind_bridge.rendezvous import check_rendezvous, enter_swarm, open_rendezvous
 from swarmtrain.invite import Target
 from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import MonitorOptions
 from swarmtrain.run_lookup import LocatedRun, locate_run
 from swarmtrain.status import decode_status
-from swarmtrain.way_in import reach_entries, target_with_saved
+from swarmtrain.way_in import target_with_saved
 
 CALL_DEADLINE_S = 5.0
 
 
 def run_monitor(options: MonitorOptions) -> int:
     """Shows the swarm until Ctrl-C, or once.  Returns the exit code; raises UserError."""
+    initial_peers = check_rendezvous(options.dht, options.initial_peers)
     target = target_with_saved(options.run, options.invite, options.peers, options.state)
-    return trio.run(_monitor, options, target)
+    return trio.run(_monitor, options, target, initial_peers)
 
 
-async def _monitor(options: MonitorOptions, target: Target) -> int:
+async def _monitor(options: MonitorOptions, target: Target, initial_peers: tuple[str, ...]) -> int:
     # A fresh identity each time: whoever watches need not be recognised.
     config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False, connect_timeout_s=options.connect_timeout)
-    async with open_node(Identity.generate(), config) as node:
-        await reach_entries(node, target.peers, lambda line: click.echo(line, err=True))
+    async with (
+        open_node(Identity.generate(), config) as node,
+        open_rendezvous(node, initial_peers, _say) as rendezvous,
+    ):
+        await enter_swarm(node, rendezvous, target, _say)
         run = await locate_run(node, target.reference)
         watch = SwarmWatch(node, run)
         if options.once:
@@ -56,6 +61,10 @@ async def _monitor(options: MonitorOptions, target: Target) -> int:
                     nursery.cancel_scope.cancel()
                     break
     return int(ExitCode.OK)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
 
 
 async def _show_table(watch: SwarmWatch, interval_s: float) -> None:
@@ -126,4 +135,5 @@ def peer_row(member: Member) -> PeerRow:
         bytes_up=status.bytes_sent,
         bytes_down=status.bytes_received,
         age_s=member.age_s,
+        hivemind=status.hivemind,
     )

@@ -15,6 +15,7 @@ import click
 from swarmtrain.rates import parse_rate
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+DhtName = Literal["own", "hivemind"]
 DtypeName = Literal["float32", "bfloat16"]
 
 UploadRate = float | Literal["auto"] | None
@@ -69,6 +70,8 @@ class BootstrapOptions(CommonOptions):
     limit_down: float | None = None
     max_connections: int | None = None  # None: as many as the open files allow
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
+    dht: DhtName = "own"
+    initial_peers: tuple[str, ...] = ()  # multiaddresses, for dht="hivemind"
     identity: Path | None = None
     json: bool = False
 
@@ -80,6 +83,8 @@ class JoinOptions(CommonOptions):
     run: str | None = None  # NAME, NAME@fingerprint or the 64-digit run id
     invite: str | None = None
     peers: tuple[str, ...] = ()  # [PEERID@]HOST:PORT
+    dht: DhtName = "own"
+    initial_peers: tuple[str, ...] = ()
     listen: str = "[::]:0"
     announce: tuple[str, ...] = ()
     interface: str | None = None
@@ -106,6 +111,8 @@ class MonitorOptions(CommonOptions):
     invite: str | None = None
     peers: tuple[str, ...] = ()
     connect_timeout: float = 10.0
+    dht: DhtName = "own"
+    initial_peers: tuple[str, ...] = ()
     once: bool = False
     json: bool = False
     interval_s: float = 1.0

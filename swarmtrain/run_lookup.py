@@ -55,14 +55,17 @@ async def locate_run(node: Node, reference: RunReference) -> LocatedRun:
 
 async def announce(node: Node, run: LocatedRun) -> None:
     """Makes this peer one of those that serve the run's manifest."""
-    await node.discovery.announce_run(
-        RunPayload(
-            run_id=run.signed.run_id,
-            name=run.signed.manifest.name,
-            creator=run.signed.creator,
-            manifest_blob=run.manifest_blob,
-            addresses=node.addresses,
-        )
+    await node.discovery.announce_run(run_payload(node, run))
+
+
+def run_payload(node: Node, run: LocatedRun) -> RunPayload:
+    """Returns what this peer announces about a run."""
+    return RunPayload(
+        run_id=run.signed.run_id,
+        name=run.signed.manifest.name,
+        creator=run.signed.creator,
+        manifest_blob=run.manifest_blob,
+        addresses=node.addresses,
     )
 
 

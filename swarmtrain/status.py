@@ -7,7 +7,7 @@ no single claim moves a replica.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -47,6 +47,7 @@ class Status(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     exchange_share: float = 0.0  # share of training time lost to the swarm
     final: FinalReplica | None = None
     merged: bool = False
+    hivemind: Literal["", "starting", "up", "down"] = ""  # the optional bridge
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

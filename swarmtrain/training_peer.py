@@ -46,6 +46,8 @@ from swarmtrain.workspace import Workspace
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from swarmtrain.hivemind_bridge.bridge import BridgeState
+
 logger = logging.getLogger("swarmtrain.peer")
 
 STATUS_INTERVAL_S = 1.0
@@ -146,6 +148,7 @@ class TrainingPeer:
         self._stop_wanted = False
         self.status = Status(total_steps=self._manifest.optimizer.total_steps)
         self.on_status: Callable[[Status], None] = lambda status: None
+        self.bridge_state: Callable[[], BridgeState] | None = None
         self.on_notice: Callable[[str], None] = lambda line: None
         self.on_transfer: Callable[[int, int], None] = lambda done, total: None
 
@@ -387,8 +390,11 @@ class TrainingPeer:
 
     def _publish(self) -> None:
         stats = self._node.endpoint.stats
+        bridge = self.bridge_state() if self.bridge_state is not None else ""
+        if bridge != self.status.hivemind:
+            self._events.write("hivemind", state=bridge)
         self.status = msgspec.structs.replace(
-            self.status, bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received
+            self.status, bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received, hivemind=bridge
         )
         self._membership.publish(self._state, self.status.encode())
 

@@ -22,6 +22,8 @@ MODULES = [(package, path) for package, folder in PACKAGES.items() for path in s
 TORCH_SIDE = {"checkpoint", "evaluation", "mixing", "model", "replica", "sampling", "trainer", "trainer_state"}
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "hivemind"}
+# The one module that may: a process of its own, never imported by the node.
+HIVEMIND_SIDE = PACKAGES["swarmtrain"] / "hivemind_bridge" / "child.py"
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "__import__"}
 
 
@@ -69,7 +71,9 @@ def test_imports_point_downwards(package: str, path: Path) -> None:
 def test_nothing_unpickles_or_evaluates(package: str, path: Path) -> None:
     tree = parse(path)
     for name, line in imported(tree):
-        assert name.partition(".")[0] not in FORBIDDEN_IMPORTS, f"{path}:{line} imports {name}"
+        top = name.partition(".")[0]
+        is_allowed = top == "hivemind" and path == HIVEMIND_SIDE
+        assert top not in FORBIDDEN_IMPORTS or is_allowed, f"{path}:{line} imports {name}"
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
@@ -95,11 +99,11 @@ def loaded_modules(*statements: str) -> set[str]:
 def test_the_node_side_loads_no_torch() -> None:
     names = [f"swarm_peer.{path.stem}" for path in PACKAGES["swarm_peer"].glob("[a-z]*.py")]
     names += ["swarm_compression", "swarmtrain.cli", "swarmtrain.manifest", "swarmtrain.runfile", "swarmtrain.invite"]
-    names += ["swarmtrain.create", "swarmtrain.dashboard"]
+    names += ["swarmtrain.create", "swarmtrain.dashboard", "swarmtrain.hivemind_bridge.child"]
     for module in ("node", "bootstrap", "join", "monitor", "demo"):
         if (PACKAGES["swarmtrain"] / f"{module}.py").exists():
             names.append(f"swarmtrain.{module}")
-    assert "torch" not in loaded_modules(f"import {', '.join(names)}")
+    assert not loaded_modules(f"import {', '.join(names)}") & {"torch", "hivemind"}
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])
