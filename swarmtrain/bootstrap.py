@@ -17,6 +17,7 @@ from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.hivemind_bridge.rendezvous import check_rendezvous, open_rendezvous
 from swarmtrain.invite import Invite, contact_text, parse_entry_point
 from swarmtrain.link_limits import LinkLimits
+from swarmtrain.local_network import LAN_GROUP
 from swarmtrain.manifest import SignedManifest
 from swarmtrain.naming import fingerprint
 from swarmtrain.node import Node, NodeConfig, open_node
@@ -54,6 +55,7 @@ async def _serve(
         entries=entries,
         connect_timeout_s=options.connect_timeout,
         limits=limits,
+        lan=LAN_GROUP if options.lan else None,
     )
     async with (
         open_node(identity, config) as node,
@@ -69,6 +71,8 @@ async def _serve(
         async with trio.open_nursery() as nursery:
             _introduce(node, runs, as_json=options.json)
             for run in runs:
+                if node.local is not None:
+                    node.local.care_about(run.signed.run_id)
                 nursery.start_soon(announce, node, run)
                 if rendezvous is not None:
                     rendezvous.announce(run_payload(node, run))

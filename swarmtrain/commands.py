@@ -164,6 +164,11 @@ def _limits(command: F) -> F:
     )(command)
 
 
+_lan = click.option(
+    "--lan/--no-lan",
+    default=True,
+    help="Find peers in the local network by beacons, and be found.  [default: yes, unless it listens on loopback]",
+)
 _json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
 
 
@@ -239,6 +244,7 @@ Examples:
 @_interface
 @_connect_timeout
 @_limits
+@_lan
 @click.option(
     "--peer",
     "peers",
@@ -303,6 +309,7 @@ once. The others train on either way.""",
 @_interface
 @_connect_timeout
 @_limits
+@_lan
 @_identity
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
 @click.option(

@@ -25,6 +25,7 @@ from swarmtrain.genesis_file import load_genesis
 from swarmtrain.hivemind_bridge.rendezvous import Rendezvous, check_rendezvous, enter_swarm, open_rendezvous
 from swarmtrain.invite import Target
 from swarmtrain.link_limits import LinkLimits
+from swarmtrain.local_network import LAN_GROUP
 from swarmtrain.manifest import Manifest, require_equal
 from swarmtrain.model_config import ModelConfig, parameter_count, parameter_specs
 from swarmtrain.node import Node, NodeConfig, open_node
@@ -70,6 +71,7 @@ async def _join(
         interface=options.interface,
         entries=target.peers,
         connect_timeout_s=options.connect_timeout,
+        lan=LAN_GROUP if options.lan else None,
     )
     async with (
         open_node(identity, config) as node,
@@ -79,6 +81,8 @@ async def _join(
         run = await _find_run(node, rendezvous, target, options, progress.say)
         if rendezvous is not None:
             rendezvous.announce(run_payload(node, run))
+        if node.local is not None:
+            node.local.care_about(run.signed.run_id)
         manifest = run.signed.manifest
         out = options.out or Path("runs") / manifest.name
         weights = parameter_count(manifest.model.config())
@@ -150,6 +154,8 @@ async def _find_run(
     node: Node, rendezvous: Rendezvous | None, target: Target, options: JoinOptions, say: Callable[[str], None]
 ) -> LocatedRun:
     """Finds the run by way of others or, to be resumed while nobody answers, in this peer's own folder."""
+    if node.local is not None and target.reference.run_id is not None:
+        node.local.care_about(target.reference.run_id)
     try:
         await enter_swarm(node, rendezvous, target, say)
         return await locate_run(node, target.reference)

@@ -29,6 +29,7 @@ from swarm_peer.tcp import TlsTransport
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
 from swarmtrain.link_limits import LinkLimits, endpoint_limits, open_files_limit
+from swarmtrain.local_network import LocalNetwork, beacon_hosts
 
 # Addresses of RFC 5737, to which nothing is ever sent: connecting a UDP socket only looks up the route.
 _ROUTE_PROBE = ("192.0.2.1", 9)
@@ -49,6 +50,7 @@ class NodeConfig:
     interface: str | None = None  # the only one whose addresses are announced
     entries: Sequence[EntryPoint] = ()
     limits: LinkLimits = field(default_factory=LinkLimits)
+    lan: tuple[str, int] | None = None  # the multicast group for beacons in the local network; None: no beacons
     serve: bool = True  # holds DHT records for others
     connect_timeout_s: float = 10.0  # for one dial and its handshake; slower links also get longer answer times
     quota_bytes: int = 8 << 30  # what is on offer and under way; nothing is reserved
@@ -116,6 +118,7 @@ class Node:
     blobs: NodeBlobs
     addresses: tuple[Address, ...]
     answer_deadline_s: float = 5.0  # for small calls
+    local: LocalNetwork | None = None
 
     @property
     def contact(self) -> Contact:
@@ -156,7 +159,12 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             discovery.advertise(addresses)
             await nursery.start(discovery.run)
             blobs = NodeBlobs(store, BlobExchange(endpoint, store, download=endpoint.download))
-            yield Node(identity, endpoint, discovery, blobs, addresses, max(5.0, answer_s))
+            local = None
+            hosts = beacon_hosts(bound, own)
+            if config.lan and hosts:
+                local = LocalNetwork(identity.peer_id, bound[0].port, hosts, discovery, config.lan)
+                await nursery.start(local.run)
+            yield Node(identity, endpoint, discovery, blobs, addresses, max(5.0, answer_s), local)
         finally:
             with trio.move_on_after(3.0, shield=True):
                 await endpoint.aclose()

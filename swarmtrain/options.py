@@ -69,6 +69,7 @@ class BootstrapOptions(CommonOptions):
     limit_up: UploadRate = "auto"  # bytes per second
     limit_down: float | None = None
     max_connections: int | None = None  # None: as many as the open files allow
+    lan: bool = True
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
     dht: DhtName = "own"
     initial_peers: tuple[str, ...] = ()  # multiaddresses, for dht="hivemind"
@@ -92,6 +93,7 @@ class JoinOptions(CommonOptions):
     limit_up: UploadRate = "auto"  # bytes per second
     limit_down: float | None = None
     max_connections: int | None = None  # None: as many as the open files allow
+    lan: bool = True
     device: DeviceName = "auto"
     data: tuple[Path, ...] = ()
     out: Path | None = None  # None: runs/NAME

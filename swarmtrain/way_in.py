@@ -1,7 +1,7 @@
 """The way into the swarm: entry points from several sources, tried in order, the first that answers suffices.
 
-The order is: peers saved by an earlier start, `--peer`, the invite link. Each entry point that fails gets one line
-that says how. What is not reached is tried again in the background for as long as the node runs.
+The order is: peers saved by an earlier start, `--peer`, the invite link, the local network. Each entry point that
+fails gets one line that says how. What is not reached is tried again in the background for as long as the node runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from swarmtrain.saved_peers import saved_entries
 STAGGER_S: Final = 0.25
 # What has been started is given this much longer once one has answered: two entry points are better than one.
 GRACE_S: Final = 1.0
+# Whoever hears a new beacon answers within half a second; a packet or two may be lost.
+BEACON_WAIT_S: Final = 5.0
 
 
 def in_order(*sources: Sequence[EntryPoint]) -> tuple[EntryPoint, ...]:
@@ -38,9 +40,19 @@ def target_with_saved(run: str | None, invite: str | None, peers: Sequence[str],
 
 
 async def find_way_in(node: Node, entries: Sequence[EntryPoint], say: Callable[[str], None]) -> bool:
-    """Tries the entry points; True as soon as one has answered, False when all have failed."""
-    if not entries:
+    """Tries the entry points, then waits for a beacon; True as soon as one has answered, False when all have failed."""
+    if entries and await _first_that_answers(node, entries, say):
+        return True
+    if node.local is None:
         return False
+    with trio.move_on_after(BEACON_WAIT_S):
+        await node.local.reached.wait()
+    if node.local.first is not None:
+        say(f"found {node.local.first} in the local network")
+    return node.local.reached.is_set()
+
+
+async def _first_that_answers(node: Node, entries: Sequence[EntryPoint], say: Callable[[str], None]) -> bool:
     started: dict[EntryPoint, None] = {}
     reached = trio.Event()
     async with trio.open_nursery() as nursery:
@@ -90,7 +102,9 @@ def nobody_reached(entries: Sequence[EntryPoint]) -> UserError:
     """What a user is told who has nobody to begin with."""
     if not entries:
         return UserError(
-            "no peer to begin with; add --peer HOST:PORT of the bootstrap peer or of any peer", ExitCode.NO_PEER
+            "no peer to begin with, and none is heard in the local network; add --peer HOST:PORT of the bootstrap peer "
+            "or of any peer",
+            ExitCode.NO_PEER,
         )
     tried = ", ".join(contact_text(None, address) for _, address in entries[:3])
     more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""

@@ -10,6 +10,7 @@ import pytest
 import trio
 from swarm_peer.addresses import Address
 from swarm_peer.identity import Identity, PeerId
+from swarm_peer.lan import GROUP
 
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
@@ -120,3 +121,36 @@ def test_an_empty_or_strange_folder_is_no_run(tmp_path: Path) -> None:
         assert own_run(tmp_path, RunReference(name="a-run"), here.blobs) is None
 
     with_nodes(scenario)
+
+
+def test_a_peer_of_the_local_network_is_found_without_any_address() -> None:
+    async def main() -> None:
+        group = free_group()
+        config = NodeConfig(listen="[::]:0", lan=group)
+        said: list[str] = []
+        with trio.fail_after(60):
+            async with open_node(Identity.generate(), config) as there, open_node(Identity.generate(), config) as here:
+                assert there.local is not None
+                assert here.local is not None
+                there.local.care_about(b"\1" * 32)
+                assert await find_way_in(here, (), said.append)
+                assert there.identity.peer_id in here.endpoint.connected()
+        assert len(said) == 1
+        assert "in the local network" in said[0]
+
+    trio.run(main)
+
+
+def test_a_peer_that_listens_on_loopback_sends_no_beacons() -> None:
+    async def main() -> None:
+        config = NodeConfig(listen="127.0.0.1:0", lan=free_group())
+        async with open_node(Identity.generate(), config) as node:
+            assert node.local is None
+
+    trio.run(main)
+
+
+def free_group() -> tuple[str, int]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return GROUP, int(probe.getsockname()[1])
