@@ -11,11 +11,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm_compression.acceleration import kernels
 from swarm_compression.container import Section
 from swarm_compression.contexts import ClassIndex, Positions, context_of
 from swarm_compression.errors import CorruptPatch, LimitExceeded
@@ -30,6 +33,9 @@ from swarm_compression.wire import Reader, varint
 MAX_CLASSES = 32
 # Above this share of changed members a step for every member is the smaller form.
 _ALL_SHARE = 0.45
+# The compiled loops look at so many elements at once.
+_BLOCK = 64
+_ALL_ONES = np.uint64(2**64 - 1)
 
 
 class Mode(IntEnum):
@@ -87,6 +93,10 @@ def write_classed(
     classes = _classes(thresholds, histogram)
     inner = np.array(thresholds, np.uint8)
     class_numbers = np.searchsorted(inner, np.arange(256), side="right").astype(np.uint8)
+    loops = kernels()
+    if loops:
+        _collect_compiled(loops, chunks, kind, inner, classes)
+        return _write_classes(inner, classes)
     any_ranked = any(group.mode is Mode.CHANGES for group in classes)
     for chunk in chunks:
         contexts = context_of(chunk.base, kind)
@@ -103,8 +113,86 @@ def write_classed(
                 group.ranks.append(index.rank(chunk.positions.take(at)) + group.members)
                 group.steps.append(steps.take(at))
             group.members += index.size
-    body = bytes([len(thresholds)]) + inner.tobytes()
+    return _write_classes(inner, classes)
+
+
+def _write_classes(inner: NDArray[np.uint8], classes: list[_Class]) -> bytes:
+    body = bytes([inner.size]) + inner.tobytes()
     return body + b"".join(_write_class(group) for group in classes)
+
+
+def _collect_compiled(
+    loops: ModuleType, chunks: Iterable[Slice], kind: DType, inner: NDArray[np.uint8], classes: list[_Class]
+) -> None:
+    """Fill ranks, steps and members of `classes`, as the NumPy loop of `write_classed` does."""
+    counters = _Counters(inner, kind)
+    is_collected = np.array([group.mode is Mode.ALL for group in classes])
+    collected = np.flatnonzero(is_collected)
+    ranked = np.flatnonzero(~is_collected)
+    members = np.empty(SLICE_ELEMENTS if collected.size else 0, np.int64)
+    for chunk in chunks:
+        class_of = counters.class_numbers.take(context_of(chunk.base_changed, kind))
+        ends = np.cumsum(np.bincount(class_of, minlength=len(classes)))
+        slots = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
+        starts = slots.copy()
+        ranks, order = np.empty(class_of.size, np.int64), np.empty(class_of.size, np.int64)
+        at = []
+        for offset, block in counters.blocks(chunk.base):
+            index = int(np.searchsorted(chunk.positions, offset))
+            found = loops.rank_changes(
+                block,
+                inner,
+                counters.class_numbers,
+                collected,
+                chunk.positions,
+                index,
+                offset,
+                counters.totals,
+                slots,
+                ranks,
+                order,
+                counters.masks,
+                counters.contexts,
+                members,
+            )
+            at.append(members[:found].copy())
+        steps = steps_between(chunk.new_changed, chunk.base_changed, kind).take(order)
+        for number in ranked:
+            part = slice(starts[number], ends[number])
+            classes[number].ranks.append(ranks[part])
+            classes[number].steps.append(steps[part])
+        if collected.size:
+            found_at = np.concatenate(at)
+            places, numbers = found_at >> 5, found_at & 31
+            moved = steps_between(chunk.new.take(places), chunk.base.take(places), kind)
+            for number in collected:
+                classes[number].steps.append(moved[numbers == number])
+    for group, size in zip(classes, counters.totals[:-1] - counters.totals[1:], strict=True):
+        group.members = int(size)
+
+
+class _Counters:
+    """What the compiled loops carry from slice to slice: how many elements reach each bound, and scratch."""
+
+    def __init__(self, inner: NDArray[np.uint8], kind: DType) -> None:
+        self.class_numbers = np.searchsorted(inner, np.arange(256), side="right").astype(np.uint8)
+        self.totals = np.zeros(inner.size + 2, np.int64)
+        self.masks = np.zeros(inner.size + 2, np.uint64)
+        self.contexts = np.zeros(_BLOCK, np.uint8)
+        self._padded = np.zeros(_BLOCK, kind.bits_dtype)
+
+    def blocks(self, bits: Bits) -> Iterator[tuple[int, Bits]]:
+        """Yield `bits` as whole blocks, then the rest padded to one; what is done to the latter is written back."""
+        whole = bits.size // _BLOCK * _BLOCK
+        if whole:
+            self.masks[0] = _ALL_ONES
+            yield 0, bits[:whole]
+        rest = bits.size - whole
+        if rest:
+            self._padded[:rest] = bits[whole:]
+            self._padded[rest:] = 0
+            self.masks[0] = np.uint64((1 << rest) - 1)
+            yield whole, self._padded
 
 
 def _write_class(group: _Class) -> bytes:
@@ -144,6 +232,61 @@ class _Decoded:
         return positions, steps
 
 
+def _apply_classes(classes: list[_Decoded], kind: DType, chunk: Bits) -> None:
+    """Bring one slice to its new values."""
+    contexts = context_of(chunk, kind)
+    for decoded in classes:
+        if decoded.mode is Mode.UNCHANGED:
+            continue
+        positions, steps = decoded.next_changes(contexts)
+        chunk[positions] = apply_steps(chunk.take(positions), steps, kind)
+
+
+class _CompiledClasses:
+    """The same with compiled loops, all classes at once."""
+
+    def __init__(self, loops: ModuleType, classes: list[_Decoded], kind: DType) -> None:
+        self._loops, self._classes, self._kind = loops, classes, kind
+        self._inner = np.array([decoded.low for decoded in classes[1:]], np.uint8)
+        self._counters = _Counters(self._inner, kind)
+        self._collected = np.flatnonzero([decoded.mode is Mode.ALL for decoded in classes])
+        # A class of which all members are coded has no ranks; zeros keep its steps in line with the others'.
+        ranks = [
+            np.zeros(decoded.steps.size, np.int64) if decoded.mode is Mode.ALL else decoded.ranks for decoded in classes
+        ]
+        self._ranks = np.concatenate(ranks)
+        self._steps = np.concatenate([decoded.steps for decoded in classes])
+        self._ends = np.cumsum([decoded.steps.size for decoded in classes])
+        self._slots = self._ends - [decoded.steps.size for decoded in classes]
+        firsts = [decoded.ranks[0] if decoded.ranks.size else loops.NEVER for decoded in classes]
+        self._due = np.array(firsts, np.int64)
+
+    def apply(self, chunk: Bits) -> None:
+        """Bring one slice to its new values."""
+        counters = self._counters
+        for offset, block in counters.blocks(chunk):
+            enough = self._loops.apply_ranked(
+                block,
+                self._inner,
+                self._collected,
+                counters.totals,
+                self._due,
+                self._slots,
+                self._ends,
+                self._ranks,
+                self._steps,
+                1 << (8 * self._kind.width - 1),
+                counters.masks,
+                counters.contexts,
+            )
+            if not enough:
+                raise CorruptPatch("fewer steps than members of a class")
+            if block.size > chunk.size - offset:
+                chunk[offset:] = block[: chunk.size - offset]
+        for decoded, slot, end in zip(self._classes, self._slots, self._ends, strict=True):
+            decoded.at = decoded.steps.size - int(end - slot)
+
+
 def apply_classed(
     reader: Reader, section: Section, kind: DType, place: tuple[list[Span], list[Bits]], limits: Limits
 ) -> None:
@@ -152,15 +295,12 @@ def apply_classed(
         raise CorruptPatch("classes of a tensor without exponents")
     classes = _read_classes(reader, section, kind, limits)
     spans, targets = place
+    loops = kernels() if kind.width < 8 else None
+    apply = _CompiledClasses(loops, classes, kind).apply if loops else partial(_apply_classes, classes, kind)
     for group in _groups(spans):
         parts = [targets[span.tensor][span.start : span.stop] for span in group]
         chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        contexts = context_of(chunk, kind)
-        for decoded in classes:
-            if decoded.mode is Mode.UNCHANGED:
-                continue
-            positions, steps = decoded.next_changes(contexts)
-            chunk[positions] = apply_steps(chunk.take(positions), steps, kind)
+        apply(chunk)
         if len(parts) > 1:
             start = 0
             for part in parts:

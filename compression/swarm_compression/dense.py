@@ -37,8 +37,7 @@ def encode_dense(state: State, *, layout: Layout | None = None, digest: Digest |
 def stream_dense(state: State, *, layout: Layout | None = None, digest: Digest | None = None) -> Iterator[bytes]:
     """Yield the bytes of `encode_dense` piece by piece; the state must stay unchanged meanwhile."""
     layout = layout or Layout.of(state)
-    check_same_tensors(state, layout)
-    bits = [flat_bits(state, spec) for spec in layout]
+    bits = check_same_tensors(state, layout)
     digest = digest or digest_state(state, layout)
     table = make_table(layout, digest.tensor_hashes, [None] * len(layout))
     header = Header(Codec.DENSE, len(layout), layout.size_bytes, layout_tag(layout), digest.state_hash)

@@ -21,10 +21,8 @@ _DENSE_SHARE = 0.67
 def count_visible(new: State, base: State, *, layout: Layout | None = None) -> int:
     """Return the number of elements whose bit patterns differ. Raises LayoutMismatch."""
     layout = layout or Layout.of(new)
-    check_same_tensors(new, layout)
-    check_same_tensors(base, layout)
-    new_bits = [flat_bits(new, spec) for spec in layout]
-    base_bits = [flat_bits(base, spec) for spec in layout]
+    new_bits = check_same_tensors(new, layout)
+    base_bits = check_same_tensors(base, layout)
     visible = 0
     for span in slices(layout, range(len(layout))):
         part = slice(span.start, span.stop)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm_compression.acceleration import prepare
 from swarm_compression.container import (
     CHECK_BYTES,
     Action,
@@ -58,7 +59,17 @@ def encode_patch(
     patch holds new values instead of steps: about twice as large, but it may be applied twice or over a
     half-applied one. Raises LayoutMismatch if the two states differ in names, dtypes or shapes.
     """
-    return b"".join(stream_patch(new, base, level=level, layout=layout, absolute=absolute))
+    return b"".join(
+        stream_patch(
+            new,
+            base,
+            level=level,
+            layout=layout,
+            absolute=absolute,
+            new_digest=new_digest,
+            base_digest=base_digest,
+        )
+    )
 
 
 def stream_patch(
@@ -77,10 +88,9 @@ def stream_patch(
     `on_progress` is told the number of elements of each slice that is looked at (tensors that changed only).
     """
     layout = layout or Layout.of(new)
-    check_same_tensors(new, layout)
-    check_same_tensors(base, layout)
-    new_bits = [flat_bits(new, spec) for spec in layout]
-    base_bits = [flat_bits(base, spec) for spec in layout]
+    new_bits = check_same_tensors(new, layout)
+    base_bits = check_same_tensors(base, layout)
+    prepare(layout.elements)
     new_digest = new_digest or digest_state(new, layout)
     base_digest = base_digest or digest_state(base, layout)
     table = make_table(layout, new_digest.tensor_hashes, base_digest.tensor_hashes)
@@ -212,6 +222,7 @@ class _Opened:
         found = self.digest.state_hash
         if found == self.header.result_hash:
             return
+        prepare(self.layout.elements)
         targets = [flat_bits(state, spec) for spec in self.layout]
         apply_sections(self.reader, self.layout, self.table, targets, limits, on_progress)
         if not verify:

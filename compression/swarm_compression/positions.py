@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm_compression.acceleration import kernels
 from swarm_compression.errors import CorruptPatch
 from swarm_compression.planes import read_planes, write_planes
 from swarm_compression.wire import Reader, varint
@@ -50,6 +51,10 @@ def encode_gaps(positions: NDArray[np.integer[Any]], width: int) -> NDArray[np.u
     escape = _ESCAPES[width]
     if not positions.size:
         return np.empty(0, np.dtype(f"<u{width}"))
+    loops = kernels()
+    if loops:
+        compiled = np.empty(positions.size + int(positions[-1]) // escape, np.dtype(f"<u{width}"))
+        return np.asarray(compiled[: loops.gap_symbols(positions, escape, compiled)])
     gaps = np.empty(positions.size, np.int64)
     gaps[0] = positions[0]
     np.subtract(positions[1:], positions[:-1], out=gaps[1:])
@@ -64,9 +69,15 @@ def encode_gaps(positions: NDArray[np.integer[Any]], width: int) -> NDArray[np.u
 def decode_gaps(symbols: NDArray[np.unsignedinteger[Any]], count: int, population: int) -> NDArray[np.int64]:
     """Invert `encode_gaps`; raise CorruptPatch unless exactly `count` positions below `population` come out."""
     escape = _ESCAPES[symbols.dtype.itemsize]
-    is_position = symbols != escape
     if count == 0 and symbols.size == 0:
         return np.empty(0, np.int64)
+    loops = kernels()
+    if loops:
+        positions = np.empty(min(count, symbols.size), np.int64)
+        if loops.positions_of(symbols, escape, population, positions) != count:
+            raise CorruptPatch("wrong positions")
+        return positions
+    is_position = symbols != escape
     if symbols.size == 0 or not is_position[-1]:
         raise CorruptPatch("positions end in a skip")
     # Converting first is much faster than a cumulative sum that converts.

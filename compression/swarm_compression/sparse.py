@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm_compression.acceleration import kernels
 from swarm_compression.classed import apply_classed, write_classed
 from swarm_compression.container import Section, write_section
 from swarm_compression.contexts import Positions, choose_thresholds, context_histogram
@@ -63,7 +64,12 @@ class Piece:
 
 def compare(new: Bits, base: Bits) -> Piece:
     """Find what differs between two slices. Bit patterns are compared, never values."""
-    positions = np.flatnonzero(new != base)
+    loops = kernels()
+    if loops:
+        scratch = np.empty(new.size, np.int64)
+        positions = scratch[: loops.find_changes(new, base, scratch)].copy()
+    else:
+        positions = np.flatnonzero(new != base)
     return Piece(new, base, positions, new.take(positions), base.take(positions))
 
 
@@ -206,10 +212,13 @@ def _apply_sparse(reader: Reader, section: Section, kind: DType, spans: list[Spa
     else:
         values = join_float(read_planes(reader, section.visible, kind.bits_dtype), kind)
     start, low = 0, 0
+    loops = kernels() if form == STEP_VALUES and kind.exponent_bits and kind.width < 8 else None
     for span in spans:
         high = low + int(np.searchsorted(positions[low:], start + span.elements))
-        at = positions[low:high] + (span.start - start)
-        target = targets[span.tensor]
-        piece = values[low:high]
-        target[at] = apply_steps(target[at], piece, kind) if form == STEP_VALUES else piece
+        target, piece = targets[span.tensor], values[low:high]
+        if loops:
+            loops.apply_at(target, positions[low:high], span.start - start, piece, 1 << (8 * kind.width - 1))
+        else:
+            at = positions[low:high] + (span.start - start)
+            target[at] = apply_steps(target[at], piece, kind) if form == STEP_VALUES else piece
         low, start = high, start + span.elements

@@ -156,12 +156,14 @@ def flat_bits(state: State, spec: TensorSpec) -> Bits:
     return np.ascontiguousarray(array).reshape(-1).view(spec.kind.bits_dtype)
 
 
-def check_same_tensors(state: State, layout: Layout) -> None:
-    """Raise LayoutMismatch unless `state` holds exactly the tensors of `layout`, shapes and widths included."""
+def check_same_tensors(state: State, layout: Layout) -> list[Bits]:
+    """Return the flat bits of all tensors, in the layout's order.
+
+    Raises LayoutMismatch unless `state` holds exactly the tensors of `layout`, shapes and widths included.
+    """
     if len(state) != len(layout):
         raise LayoutMismatch(f"{len(state)} tensors instead of {len(layout)}")
-    for spec in layout:
-        flat_bits(state, spec)
+    return [flat_bits(state, spec) for spec in layout]
 
 
 def to_ordered(bits: Bits, kind: DType) -> Bits:
