@@ -87,7 +87,7 @@ def test_it_stores_finds_and_leaves_no_process_behind(tmp_path: Path) -> None:
             assert await bridge.get(KEY) == (b"value", b"other")
             assert await bridge.probe() == 1
             assert said == []
-        assert all(is_gone(pid) for life in lives(tmp_path) for pid in life)
+        await until(lambda: all(is_gone(pid) for life in lives(tmp_path) for pid in life))
 
     run(test)
 
@@ -107,7 +107,7 @@ def test_a_killed_child_is_said_once_and_comes_back_without_its_helper(tmp_path:
                 "hivemind bridge: up again",
             ]
             first, second = lives(tmp_path)
-            assert all(map(is_gone, first))
+            await until(lambda: all(map(is_gone, first)))
             assert not any(map(is_gone, second))
 
     run(test)
@@ -158,7 +158,7 @@ def test_a_bad_child_is_ended_and_tried_again_with_one_line_said(tmp_path: Path,
             else:
                 assert len(said) == 2
             assert reason in said[0]
-        assert all(is_gone(pid) for life in lives(tmp_path) for pid in life)
+        await until(lambda: all(is_gone(pid) for life in lives(tmp_path) for pid in life))
 
     run(test)
 
