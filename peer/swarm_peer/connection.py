@@ -100,6 +100,11 @@ class Connection:
         return self._end is None and self._is_writable and self._mux.can_open
 
     @property
+    def rtt_s(self) -> float | None:
+        """The round trip, as the kernel or the last PING has it."""
+        return self.channel.stream.rtt_s or self._mux.rtt_s
+
+    @property
     def is_quiet(self) -> bool:
         """Whether no call is under way."""
         return not self._mux.stream_count

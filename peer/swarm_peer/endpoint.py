@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -34,6 +35,7 @@ from swarm_peer.errors import (
     sanitise,
 )
 from swarm_peer.identity import Identity, PeerId, short
+from swarm_peer.lanes import LANE_IDLE_S, Lanes
 from swarm_peer.mux import ByeCode
 from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
 from swarm_peer.rpc import Handler, Method, Q, R, StreamHandler, decode_body, encode_body
@@ -107,6 +109,7 @@ class Endpoint:
         )
         self._drops = self._shared.drops
         self._pool: dict[PeerId, list[Connection]] = {}  # oldest first
+        self._lanes = Lanes(self._limits.max_connections // 2)
         self._dials: dict[PeerId, _Dial] = {}
         self._bans: dict[PeerId, tuple[float, str]] = {}
         self._past_sent = 0
@@ -138,6 +141,11 @@ class Endpoint:
     def connected(self) -> list[PeerId]:
         """The remotes to which a live connection exists."""
         return [remote for remote in self._pool if self._usable(remote) is not None]
+
+    def rtt_s(self, peer_id: PeerId) -> float | None:
+        """As `Caller.rtt_s`."""
+        connection = self._usable(peer_id)
+        return connection.rtt_s if connection is not None else None
 
     def seen_at(self, remote: PeerId) -> Address | None:
         """Where a remote's direct connection to us comes from; None if there is none."""
@@ -229,7 +237,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self, to: Contact, method: Method[Q, bytes], request: Q, *, deadline_s: float = 60.0
+        self, to: Contact, method: Method[Q, bytes], request: Q, *, deadline_s: float = 60.0, lane: int = 0
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """A call whose reply comes in parts: `async with endpoint.stream(...) as parts`, `async for part in parts`.
 
@@ -242,7 +250,7 @@ class Endpoint:
         with trio.move_on_at(deadline) as scope:
             async with contextlib.AsyncExitStack() as stack:
                 while True:
-                    connection = await self._connect(to)
+                    connection = await (self._connect_lane(to, lane) if lane else self._connect(to))
                     with contextlib.suppress(NotOpened):
                         opened = connection.stream(method, body, deadline)
                         parts = await stack.enter_async_context(opened)
@@ -277,7 +285,7 @@ class Endpoint:
                 del self._bans[next(iter(self._bans))]
         self._drops["banned"] += 1
         logger.info("banned peer %s for %.0f s: %s", short(peer_id), seconds, sanitise(reason))
-        for connection in list(self._pool.get(peer_id, ())):
+        for connection in [*self._pool.get(peer_id, ()), *self._lanes.of(peer_id)]:
             connection.abort(ByeCode.BANNED, f"peer {short(peer_id)} was banned: {sanitise(reason)}")
 
     def _encode_request(self, method: Method[Any, Any], request: object) -> bytes:
@@ -321,6 +329,34 @@ class Endpoint:
             raise copy.copy(dial.error)
         raise Disconnected(f"the connection to {to} ended at once")
 
+    async def _connect_lane(self, to: Contact, number: int) -> Connection:
+        """The lane of that number to a peer, dialled if need be; at the address where its connection is, first."""
+        remote = PeerId(to.peer_id)
+        main = await self._connect(to)
+        async with self._lanes.lock(remote, number):
+            if (connection := self._lanes.find(remote, number)) is not None:
+                return connection
+            if main.is_relayed or self._nursery is None:
+                raise Unreachable(to, "there is no direct way for another connection to it")
+            live = len(self._connections()) + self._dialling
+            if not self._lanes.has_room(remote) or live + 2 > self._limits.max_connections:
+                raise Unreachable(to, "there is no room for another connection to it")
+            here = (main.channel.remote_address,) if main.is_dialer else ()
+            addresses = tuple(dict.fromkeys((*here, *to.addresses)))
+            if not addresses:
+                raise Unreachable(to, "no address of it is known")
+            async with self._slot(to):
+                channel = await self._dial_first(Contact(remote, addresses), is_lane=True)
+            connection = self._adopt_lane(channel, number)
+            self._nursery.start_soon(self._supervise, connection)
+            return connection
+
+    def _adopt_lane(self, channel: Channel, number: int | None = None) -> Connection:
+        limits = dataclasses.replace(self._limits.connection, idle_s=min(LANE_IDLE_S, self._limits.connection.idle_s))
+        connection = Connection(channel, is_dialer=number is not None, shared=self._shared, limits=limits)
+        self._lanes.add(connection, number)
+        return connection
+
     async def _dial(self, dial: _Dial, to: Contact) -> None:
         """Runs on its own, so that a call that gives up does not spoil the dial for the others."""
         remote = PeerId(to.peer_id)
@@ -362,18 +398,19 @@ class Endpoint:
             self._closed_one.set()
             self._closed_one = trio.Event()
 
-    async def _dial_first(self, to: Contact) -> Channel:
+    async def _dial_first(self, to: Contact, *, is_lane: bool = False) -> Channel:
         """Tries the addresses in order, each with a small head start (RFC 8305); the first that works wins."""
         remote = PeerId(to.peer_id)
         deadline_s = self._limits.dial_deadline_s
+        more: dict[str, bool] = {"is_lane": True} if is_lane else {}
         if len(to.addresses) == 1:
-            return await self._transport.dial(to.addresses[0], remote, deadline_s)
+            return await self._transport.dial(to.addresses[0], remote, deadline_s, **more)
         won: list[Channel] = []
         errors: list[ConnectError] = []
 
         async def attempt(address: Address, failed: trio.Event) -> None:
             try:
-                channel = await self._transport.dial(address, remote, deadline_s)
+                channel = await self._transport.dial(address, remote, deadline_s, **more)
             except ConnectError as error:
                 errors.append(error)
                 failed.set()
@@ -404,12 +441,16 @@ class Endpoint:
             finally:
                 self._refusing -= 1
             return
-        await self._supervise(self._adopt(channel, is_dialer=False))
+        is_lane = channel.is_lane
+        await self._supervise(self._adopt_lane(channel) if is_lane else self._adopt(channel, is_dialer=False))
 
     def _reason_to_refuse(self, channel: Channel) -> ByeCode | None:
         if self._ban_of(channel.remote) is not None:
             self._drops["refused-banned"] += 1
             return ByeCode.BANNED
+        if channel.is_lane and not (self._usable(channel.remote) and self._lanes.has_room(channel.remote)):
+            self._drops["full"] += 1
+            return ByeCode.FULL
         inbound = [c for c in self._connections() if not c.is_dialer]
         group = host_group(channel.remote_address.host)
         from_there = sum(host_group(c.channel.remote_address.host) == group for c in inbound)
@@ -475,17 +516,19 @@ class Endpoint:
             self._drops["crash"] += 1
             logger.exception("the connection to %s failed", short(channel.remote))
         finally:
-            siblings = self._pool[channel.remote]
-            siblings.remove(connection)
+            self._lanes.remove(connection)
+            siblings = self._pool.get(channel.remote, [])
+            if connection in siblings:
+                siblings.remove(connection)
             if not siblings:
-                del self._pool[channel.remote]
+                self._pool.pop(channel.remote, None)
             self._closed_one.set()
             self._closed_one = trio.Event()
             self._past_sent += channel.bytes_sent
             self._past_received += channel.bytes_received
 
     def _connections(self) -> list[Connection]:
-        return [connection for siblings in self._pool.values() for connection in siblings]
+        return [connection for siblings in self._pool.values() for connection in siblings] + self._lanes.all()
 
     def _usable(self, remote: PeerId) -> Connection | None:
         usable = [c for c in self._pool.get(remote, ()) if c.is_usable]

@@ -122,14 +122,14 @@ class MemoryNetwork:
         for pipe in self._pipes:
             pipe.changed()
 
-    async def _dial(self, transport: MemoryTransport, address: Address) -> tuple[PeerId, _Channel]:
+    async def _dial(self, transport: MemoryTransport, address: Address, *, is_lane: bool) -> tuple[PeerId, _Channel]:
         # TCP and TLS 1.3 take a round trip each.
         listener, there, here = await self._open(transport, address, round_trips=2)
         theirs = listener.transport.identity.peer_id
         ours = transport.identity.peer_id
         if ours != theirs:
-            listener.accept(_Channel(there.stream, ours, there.remote))
-        return theirs, _Channel(here.stream, theirs, address)
+            listener.accept(_Channel(there.stream, ours, there.remote, is_lane=is_lane))
+        return theirs, _Channel(here.stream, theirs, address, is_lane=is_lane)
 
     async def _greet(self, transport: MemoryTransport, address: Address, magic: bytes, body: bytes) -> MemoryRaw:
         listener, there, here = await self._open(transport, address, round_trips=1)
@@ -197,10 +197,12 @@ class MemoryTransport:
         self.greetings: dict[bytes, GreetingHandler] = {}
         self._network = network
 
-    async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
+    async def dial(
+        self, address: Address, expected: PeerId | None, deadline_s: float, *, is_lane: bool = False
+    ) -> Channel:
         """As `TlsTransport.dial`."""
         with trio.move_on_after(deadline_s):
-            remote, channel = await self._network._dial(self, address)
+            remote, channel = await self._network._dial(self, address, is_lane=is_lane)
             if remote == self.identity.peer_id:
                 raise DialledSelf(address)
             if expected is not None and remote != expected:
@@ -337,7 +339,8 @@ def _as_raw(end: MemoryRaw) -> RawConnection:
 
 
 class _Channel:
-    def __init__(self, stream: MemoryStream, remote: PeerId, remote_address: Address) -> None:
+    def __init__(self, stream: MemoryStream, remote: PeerId, remote_address: Address, *, is_lane: bool = False) -> None:
+        self.is_lane = is_lane
         self.stream = stream
         self.remote = remote
         self.remote_address = remote_address

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 MIN_OUTPUT_BYTES = 16 * 1024
 MAX_OUTPUT_BYTES = 256 * 1024
 _TARGET_S = 0.01
-_CATCH_UP_S = 0.02  # timers are late; what a late one lost may be made up for
+_CATCH_UP_S = 0.01  # timers are late; what a late one lost may be made up for
 
 
 class Pace:

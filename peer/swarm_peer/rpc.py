@@ -7,7 +7,8 @@ method alike; the caps are checked before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any, Generic, Protocol, TypeVar, cast
@@ -81,6 +82,17 @@ class Caller(Protocol):
         Raises `ConnectError`, `DeadlineExpired`, `Disconnected`, `Refusal` or `ProtocolError`. An unknown
         method is `Refusal` with code "unknown-method".
         """
+        ...
+
+    def stream(
+        self, to: Contact, method: Method[Q, bytes], request: Q, *, deadline_s: float = 60.0, lane: int = 0
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """A call whose reply is taken in parts, as they arrive. `lane` 0 is the connection that all calls share;
+        others are connections of their own, for bulk, dialled when they are first used. Raises as `call`."""
+        ...
+
+    def rtt_s(self, peer_id: PeerId) -> float | None:
+        """The round trip to a connected peer, if it has been measured."""
         ...
 
 

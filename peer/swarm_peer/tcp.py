@@ -28,6 +28,7 @@ from swarm_peer.errors import (
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.raw import GREETING, GreetingHandler, RawConnection
 from swarm_peer.reusable_port import connect_reusably, open_simultaneously
+from swarm_peer.tcp_info import set_congestion_control
 from swarm_peer.tls import PREAMBLE_MAGIC, Credentials, TlsStream
 from swarm_peer.transport import Channel
 
@@ -63,6 +64,10 @@ class TlsChannel:
         self.remote_address = remote_address
 
     @property
+    def is_lane(self) -> bool:
+        return self.stream.is_lane
+
+    @property
     def bytes_sent(self) -> int:
         return self.stream.bytes_sent
 
@@ -72,22 +77,32 @@ class TlsChannel:
 
 
 class TlsTransport:
-    """Dials and serves under one identity."""
+    """Dials and serves under one identity.
 
-    def __init__(self, identity: Identity, *, limits: AcceptLimits | None = None) -> None:
+    `congestion_control` is asked of the kernel for every connection that leaves this machine. BBR keeps its rate on a
+    path that loses packets at random; most systems do not let a user choose it, and nothing depends on it.
+    """
+
+    def __init__(
+        self, identity: Identity, *, limits: AcceptLimits | None = None, congestion_control: str = "bbr"
+    ) -> None:
+        self._congestion_control = congestion_control
         self.drops: Counter[str] = Counter()
         self._credentials = Credentials(identity)
         self._limits = limits or AcceptLimits()
         self._gate = AcceptGate(self._limits)
         self._greetings: dict[bytes, GreetingHandler] = {}
 
-    async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
+    async def dial(
+        self, address: Address, expected: PeerId | None, deadline_s: float, *, is_lane: bool = False
+    ) -> Channel:
         """Connects and authenticates within `deadline_s`. Each failure has its own `ConnectError` subclass."""
         stage = "no TCP connection"
         with trio.move_on_after(deadline_s):
             tcp = await _connect(address)
             stage = "the TLS handshake did not end"
-            stream = TlsStream(tcp)
+            self._prepare(tcp, address)
+            stream = TlsStream(tcp, is_lane=is_lane)
             try:
                 remote = await _authenticate(stream.connect(self._credentials), address)
                 if remote == self._credentials.peer_id:
@@ -163,10 +178,15 @@ class TlsTransport:
         await trio.aclose_forcefully(tcp)
         raise ConnectTimedOut(address, f"the TLS handshake did not end within {deadline_s:.1f} s")
 
+    def _prepare(self, tcp: trio.SocketStream, address: Address) -> None:
+        if self._congestion_control and host_group(address.host) != LOOPBACK:
+            set_congestion_control(tcp.socket, self._congestion_control)
+
     async def _serve_one(self, tcp: trio.SocketStream, on_channel: Callable[[Channel], Awaitable[None]]) -> None:
         """The life of one incoming connection. Nothing that happens in it may reach the accept loop."""
         try:
             address = _remote_address(tcp)
+            self._prepare(tcp, address)
             live = await self._admit(tcp, address, on_channel)
             if live is not None:
                 await live()

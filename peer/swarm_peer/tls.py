@@ -36,6 +36,7 @@ from swarm_peer.identity import Identity, PeerId, peer_id_of
 from swarm_peer.tcp_info import round_trip_s
 
 ALPN = "swarmtrain/1"
+LANE_ALPN = "swarmtrain-lane/1"  # a further connection between the same peers, for bulk
 MAX_CERTIFICATE_BYTES = 1024
 _PREAMBLE = struct.Struct("!4sH")
 PREAMBLE_BYTES = _PREAMBLE.size
@@ -110,23 +111,24 @@ class Credentials:
         self.certificate = make_certificate(identity)
         self._key_pem = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         self._server_contexts: OrderedDict[bytes, ssl.SSLContext] = OrderedDict()
-        self._client_context: ssl.SSLContext | None = None
+        self._client_contexts: dict[str, ssl.SSLContext] = {}
 
     @property
     def preamble(self) -> bytes:
         """What a client sends before its ClientHello."""
         return _PREAMBLE.pack(PREAMBLE_MAGIC, len(self.certificate)) + self.certificate
 
-    def client_context(self) -> ssl.SSLContext:
+    def client_context(self, protocol: str = ALPN) -> ssl.SSLContext:
         """Verifies no chain: OpenSSL checks in every mode that the server holds its certificate's key, and
         the caller compares the peer id afterwards."""
-        if self._client_context is None:
+        context = self._client_contexts.get(protocol)
+        if context is None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-            self._prepare(context)
-            self._client_context = context
-        return self._client_context
+            self._prepare(context, protocol)
+            self._client_contexts[protocol] = context
+        return context
 
     def server_context(self, client_certificate: bytes) -> ssl.SSLContext:
         """Accepts the holder of exactly this certificate's key. Raises `ProtocolError("bad-certificate")`."""
@@ -146,9 +148,9 @@ class Credentials:
         self._server_contexts.move_to_end(client_certificate)
         return context
 
-    def _prepare(self, context: ssl.SSLContext) -> None:
+    def _prepare(self, context: ssl.SSLContext, *protocols: str) -> None:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.set_alpn_protocols([ALPN])
+        context.set_alpn_protocols(protocols or (ALPN, LANE_ALPN))
         certificate_pem = ssl.DER_cert_to_PEM_cert(self.certificate).encode("ascii")
         with _secret_file(certificate_pem + self._key_pem) as path:
             context.load_cert_chain(path)
@@ -174,7 +176,8 @@ def _secret_file(content: bytes) -> Iterator[str]:
 class TlsStream:
     """TLS 1.3 over a connected TCP stream, for one reader task and one writer task."""
 
-    def __init__(self, tcp: trio.SocketStream) -> None:
+    def __init__(self, tcp: trio.SocketStream, *, is_lane: bool = False) -> None:
+        self.is_lane = is_lane  # of an accepted stream, what the client says
         self.bytes_sent = 0
         self.bytes_received = 0
         self._tcp = tcp
@@ -189,7 +192,9 @@ class TlsStream:
 
         Raises `ProtocolError` if the remote speaks otherwise, `trio.BrokenResourceError` if it hangs up.
         """
-        self._tls = credentials.client_context().wrap_bio(self._incoming, self._outgoing)
+        self._tls = credentials.client_context(LANE_ALPN if self.is_lane else ALPN).wrap_bio(
+            self._incoming, self._outgoing
+        )
         await self._send_raw(credentials.preamble)
         await self._handshake()
         return read_certificate(self._remote_certificate())
@@ -284,8 +289,10 @@ class TlsStream:
                 raise ProtocolError("tls-handshake", error.reason or str(error)) from None
             await self._flush()
             break
-        if tls.selected_alpn_protocol() != ALPN:
+        protocol = tls.selected_alpn_protocol()
+        if protocol not in (ALPN, LANE_ALPN):
             raise ProtocolError("tls-handshake", "another application protocol")
+        self.is_lane = protocol == LANE_ALPN
 
     def _ready(self) -> ssl.SSLObject:
         assert self._tls is not None, "connect or accept first"

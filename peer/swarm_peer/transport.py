@@ -55,6 +55,11 @@ class Channel(Protocol):
         ...
 
     @property
+    def is_lane(self) -> bool:
+        """Whether it was dialled as a lane: a further connection between the same peers, for bulk."""
+        ...
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes put on the socket, including the transport's own overhead."""
         ...
@@ -71,7 +76,9 @@ class Transport(Protocol):
         """Incoming connections that ended before they became a channel, by reason."""
         ...
 
-    async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
+    async def dial(
+        self, address: Address, expected: PeerId | None, deadline_s: float, *, is_lane: bool = False
+    ) -> Channel:
         """Connects and authenticates. Raises a subclass of `ConnectError`, `WrongIdentity` if another peer
         than `expected` answers."""
         ...

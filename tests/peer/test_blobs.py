@@ -27,10 +27,11 @@ from swarm_peer.blob_store import (
     encode_descriptor,
 )
 from swarm_peer.blobs import CHUNK, DESCRIPTOR, BlobExchange, BlobParams, ChunkRequest, DescriptorRequest
-from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint import Endpoint, EndpointLimits
 from swarm_peer.errors import BlobInvalid, BlobUnavailable, Refusal
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.pacing import DownloadLimit
 
 MIB = 1024 * 1024
 Result = TypeVar("Result")
@@ -482,3 +483,116 @@ def test_a_busy_holder_is_asked_again_until_it_has_time() -> None:
 def test_descriptors_are_structs_that_decode_strictly() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode([1, MIN_CHUNK_BYTES, [bytes(32)], "more"]), type=Descriptor)
+
+
+# Lanes: on a long path each connection of the in-memory network has the link's rate for itself.
+
+
+BIG = noise(12 * MIB, 5)
+BIG_BLOB = blob_id_of(encode_descriptor(describe(BIG, MIN_CHUNK_BYTES)))
+LONG_LINK = Link(latency_s=0.05, bandwidth_bytes_per_s=0.25 * MIB)
+
+
+async def fetch_big(fleet: Fleet, exchange: BlobExchange, holders: list[Contact]) -> float:
+    began = trio.current_time()
+    assert await exchange.fetch(BIG_BLOB, holders, max_size_bytes=16 * MIB, deadline_s=600) == BIG
+    return trio.current_time() - began
+
+
+def test_a_long_path_gets_more_lanes_and_the_next_transfer_begins_with_them() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        holder = await fleet.holder(BIG)
+        exchange = await fleet.fetcher()
+        alone_s = len(BIG) / 0.25 / MIB
+        first_s = await fetch_big(fleet, exchange, [holder])
+        assert first_s < alone_s / 3
+        assert Counter(fleet.asked[PeerId(holder.peer_id)]).total() <= len(BIG) // MIN_CHUNK_BYTES + 12
+        exchange._store.discard(BIG_BLOB)
+        assert await fetch_big(fleet, exchange, [holder]) < first_s
+        endpoint = exchange._endpoint
+        assert isinstance(endpoint, Endpoint)
+        assert endpoint.stats.connections == 9, "eight lanes, and the one that carries everything else"
+        await trio.sleep(30)
+        assert endpoint.stats.connections == 1, "idle lanes are closed"
+        assert endpoint.connected() == [holder.peer_id]
+
+    with_fleet(scenario, LONG_LINK)
+
+
+def test_two_holders_share_the_lanes() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        holders = [await fleet.holder(BIG) for _ in range(2)]
+        exchange = await fleet.fetcher()
+        await fetch_big(fleet, exchange, holders)
+        assert isinstance(exchange._endpoint, Endpoint)
+        assert exchange._endpoint.stats.connections <= 10
+
+    with_fleet(scenario, LONG_LINK)
+
+
+def test_a_near_holder_gets_one_connection() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        holder = await fleet.holder(BIG)
+        exchange = await fleet.fetcher()
+        await fetch_big(fleet, exchange, [holder])
+        assert isinstance(exchange._endpoint, Endpoint)
+        assert exchange._endpoint.stats.connections == 1
+
+    with_fleet(scenario, Link(latency_s=0.0005, bandwidth_bytes_per_s=64 * MIB))
+
+
+def test_a_holder_that_takes_no_lanes_serves_over_the_one_connection() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        identity = Identity.from_seed(bytes([7]) * 32)
+        address = Address("10.0.0.7", 4000)
+        limits = EndpointLimits(max_inbound=1)
+        endpoint = Endpoint(identity, fleet.network.transport(identity, address.host), limits=limits)
+        await fleet.nursery.start(endpoint.run, [address])
+        store = BlobStore(64 * MIB)
+        store.put(BIG, chunk_size=MIN_CHUNK_BYTES)
+        BlobExchange(endpoint, store, offload=inline)
+        exchange = await fleet.fetcher()
+        await fetch_big(fleet, exchange, [Contact(identity.peer_id, (address,))])
+        assert endpoint.stats.connections == 1
+        assert endpoint.stats.dropped["full"] >= 1
+
+    with_fleet(scenario, LONG_LINK)
+
+
+def test_a_holder_that_sends_a_little_and_falls_silent_is_left_within_its_stalls() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        served = 0
+
+        async def once(index: int, chunk: bytes) -> bytes:
+            nonlocal served
+            served += 1
+            if served > 1:
+                await trio.sleep_forever()
+            return chunk
+
+        silent = await fleet.holder(DATA, once)
+        exchange = await fleet.fetcher()
+        began = trio.current_time()
+        with pytest.raises(BlobUnavailable, match="stalled"):
+            await exchange.fetch(BLOB, [silent], max_size_bytes=4 * MIB, deadline_s=3600)
+        assert 40 <= trio.current_time() - began < 60
+        # What it did send is kept, and asked of nobody again.
+        other = await fleet.holder(DATA)
+        assert await exchange.fetch(BLOB, [other], max_size_bytes=4 * MIB, deadline_s=60) == DATA
+        assert len(fleet.asked[PeerId(other.peer_id)]) == CHUNKS - 1
+
+    with_fleet(scenario)
+
+
+def test_a_download_limit_paces_what_is_asked_for() -> None:
+    async def scenario(fleet: Fleet) -> None:
+        holder = await fleet.holder(DATA)
+        endpoint, _ = await fleet.endpoint(100)
+        limit = DownloadLimit(100_000)
+        exchange = BlobExchange(endpoint, BlobStore(64 * MIB), offload=inline, download=limit)
+        began = trio.current_time()
+        assert await exchange.fetch(BLOB, [holder], max_size_bytes=4 * MIB, deadline_s=3600) == DATA
+        assert trio.current_time() - began == pytest.approx(len(DATA) / 100_000, rel=0.1)
+        assert len(fleet.asked[PeerId(holder.peer_id)]) == CHUNKS
+
+    with_fleet(scenario)

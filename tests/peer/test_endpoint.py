@@ -341,9 +341,11 @@ class CountingTransport:
     def drops(self) -> Counter[str]:
         return self.inner.drops
 
-    async def dial(self, address: Address, expected: PeerId | None, deadline_s: float) -> Channel:
+    async def dial(
+        self, address: Address, expected: PeerId | None, deadline_s: float, *, is_lane: bool = False
+    ) -> Channel:
         self.dials += 1
-        return await self.inner.dial(address, expected, deadline_s)
+        return await self.inner.dial(address, expected, deadline_s, is_lane=is_lane)
 
     async def serve(
         self,
@@ -544,6 +546,72 @@ def test_incoming_connections_per_host_are_capped() -> None:
                     with pytest.raises(Disconnected, match="no room"):
                         await client.call(contact, DOUBLE, Number(1))
             assert server.stats.dropped["full"] == 1
+
+    run_virtual(scenario)
+
+
+def test_lanes_over_tls_belong_to_the_same_peers_and_leave_the_first_connection_alone() -> None:
+    async def scenario() -> None:
+        async with swarm() as peers:
+            alice, _ = await peers.start(1)
+            bob, bob_contact = await peers.start(2)
+            await alice.call(bob_contact, DOUBLE, Number(1))
+
+            async def take(lane: int) -> None:
+                async with alice.stream(bob_contact, PARTS, Number(20), lane=lane) as received:
+                    assert sum([len(part) async for part in received]) == 2_000_000
+
+            async with trio.open_nursery() as nursery:
+                for lane in (1, 2, 3, 3, 3):
+                    nursery.start_soon(take, lane)
+            assert alice.stats.connections == bob.stats.connections == 4
+            assert alice.connected() == [bob.peer_id]
+            assert bob.connected() == [alice.peer_id]
+            # Calls of either side stay on the first connection, and a ban ends all of them.
+            await bob.call(Contact(alice.peer_id, ()), DOUBLE, Number(1))
+            bob.ban(alice.peer_id, "test", 60)
+            await wait_until(lambda: not bob.stats.connections and not alice.stats.connections)
+
+    run_real(scenario)
+
+
+def test_a_lane_of_a_stranger_or_one_too_many_is_refused() -> None:
+    async def scenario() -> None:
+        network = in_memory()
+        async with swarm(network) as peers:
+            alice, _ = await peers.start(1)
+            bob, bob_contact = await peers.start(2)
+            stranger = network.transport(identity(3), "host-3")
+            channel = await stranger.dial(bob_contact.addresses[0], bob.peer_id, 5.0, is_lane=True)
+            assert await channel.stream.receive_some() == encode_frame(FrameType.BYE, 0, b"\x02")
+            await channel.stream.aclose()
+            await alice.call(bob_contact, DOUBLE, Number(1))
+            for lane in range(1, 9):
+                async with alice.stream(bob_contact, PARTS, Number(1), lane=lane) as received:
+                    assert [len(part) async for part in received]
+            with pytest.raises(Disconnected, match="no room"):
+                async with alice.stream(bob_contact, PARTS, Number(1), lane=9) as received:
+                    await anext(aiter(received))
+            await alice.call(bob_contact, DOUBLE, Number(1))
+
+    run_virtual(scenario)
+
+
+def test_a_dial_beyond_the_connections_closes_a_quiet_one_or_says_why_not() -> None:
+    async def scenario() -> None:
+        async with swarm(in_memory()) as peers:
+            alice, _ = await peers.start(1, limits=EndpointLimits(max_connections=2))
+            contacts = [(await peers.start(number))[1] for number in range(2, 6)]
+            for contact in contacts:
+                await alice.call(contact, DOUBLE, Number(1))
+            await trio.sleep(10)
+            assert alice.stats.connections == 2
+            async with trio.open_nursery() as nursery:
+                for contact in contacts[:2]:
+                    nursery.start_soon(partial(alice.call, contact, SLEEP, Number(100), deadline_s=200))
+                await trio.sleep(20)
+                with pytest.raises(Unreachable, match="all 2 connections of this peer are in use"):
+                    await alice.call(contacts[2], DOUBLE, Number(1), deadline_s=30)
 
     run_virtual(scenario)
 
