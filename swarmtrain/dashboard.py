@@ -57,7 +57,7 @@ class SwarmView:
     run_id: str  # hex
     watched_s: float = 0.0
     peers: tuple[PeerRow, ...] = ()
-    note: str = ""  # one line below the table, as "no peer answers; trying again"
+    note: str = ""  # one line below the table, as "offline for 12 s: …"
 
 
 def render(view: SwarmView, *, height: int = 24) -> RenderableType:

@@ -89,11 +89,13 @@ class SwarmWatch:
         self._run = run
         self._sources: list[Contact] = list(run.holders)
         self._started_s = trio.current_time()
+        self._answered_s = self._started_s  # the run was found by way of one of them
         self._members: dict[bytes, Member] = {}
 
     async def look(self) -> SwarmView:
         """Returns the swarm as it is now, or as last seen with a note that nobody answers."""
-        note = "no peer answers; trying again"
+        offline_s = trio.current_time() - self._answered_s
+        note = f"offline for {offline_s:.0f} s: no peer of the run answers; trying again"
         for source in list(self._sources):
             try:
                 with trio.fail_after(2 * CALL_DEADLINE_S):
@@ -108,6 +110,7 @@ class SwarmWatch:
             known = {contact.peer_id for contact in self._sources}
             self._sources += [m.contact for m in members if m.contact.peer_id not in known and m.contact.addresses][:16]
             note = ""
+            self._answered_s = trio.current_time()
             break
         manifest = self._run.signed.manifest
         return SwarmView(

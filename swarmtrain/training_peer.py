@@ -24,6 +24,7 @@ from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
 
 from swarmtrain import control
+from swarmtrain.connection_watch import ConnectionWatch
 from swarmtrain.control import ToNode
 from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
@@ -146,6 +147,7 @@ class TrainingPeer:
         self._final: Snapshot | None = None
         self._settled = trio.Event()  # finished, stopped or dead
         self._stop_wanted = False
+        self._connection = ConnectionWatch()
         self.status = Status(total_steps=self._manifest.optimizer.total_steps)
         self.on_status: Callable[[Status], None] = lambda status: None
         self.bridge_state: Callable[[], BridgeState] | None = None
@@ -318,6 +320,10 @@ class TrainingPeer:
         """How to reach those that are there as far as is known."""
         return [member.contact for member in self._membership.live()]
 
+    def silent_s(self) -> float | None:
+        """Seconds since anybody else's newest sign of life was made; None while nobody was ever heard."""
+        return min((m.age_s for m in self._membership.members() if m.state is not PeerState.LEFT), default=None)
+
     def _training_members(self) -> list[Member]:
         return [member for member in self._membership.live() if member.state is PeerState.TRAINING]
 
@@ -402,6 +408,9 @@ class TrainingPeer:
         while True:
             await trio.sleep(STATUS_INTERVAL_S)
             self._publish()
+            if line := self._connection.look(self.silent_s()):
+                self.on_notice(line)
+                self._events.write("offline" if self._connection.is_offline else "online", silent_s=self.silent_s())
 
     async def _newest_donation(self) -> Donation | None:
         if self._finished is not None:

@@ -57,6 +57,10 @@ _DHT_TTL_S: Final = 1200
 _SEQ_JUMP: Final = 1024
 _PAGE: Final = 40
 _LISTED_CAP: Final = 10_000
+# For a peer that knows nobody alive: how much sooner it tries again, whom it remembers, how many it tries at once.
+ALONE_PACE: Final = 0.4
+MET_CAP: Final = 64
+ALONE_FANOUT: Final = 4
 
 
 class Exchange(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -150,6 +154,7 @@ class Membership:
         self._own: SignedRecord | None = None
         self._has_news = trio.Event()
         self._shunned: dict[bytes, tuple[float, int]] = {}  # until, after how many failures
+        self._met: dict[bytes, Contact] = {}  # kept when the table has forgotten them; those met last come last
         self._has_left = False
         self._reported_duplicate = False
         self.on_duplicate: Callable[[], None] | None = None
@@ -261,20 +266,28 @@ class Membership:
 
     async def _keep_gossiping(self) -> None:
         while True:
-            await trio.sleep(self._params.interval_s * self._rng.uniform(0.8, 1.2))
+            # Whoever is alone has nobody to burden, and wants to know at once when the link is back.
+            pace = 1.0 if self.live() else ALONE_PACE
+            await trio.sleep(pace * self._params.interval_s * self._rng.uniform(0.8, 1.2))
             now = trio.current_time()
             self._table.expire(now)
             self._shunned = {p: shun for p, shun in self._shunned.items() if shun[0] + 120 > now}
             if self._must_renew(now):
                 self._sign()
-            partners = self._choose(self._params.fanout)
-            lost = [m for m in self.members() if m.state == "lost"]
-            if lost and self._rng.random() < 0.1:
-                # It may have been we who were cut off.
-                partners.append(self._rng.choice(lost))
             async with trio.open_nursery() as nursery:
-                for partner in partners:
-                    nursery.start_soon(self._meet, partner.contact)
+                for contact in self._partners():
+                    nursery.start_soon(self._meet, contact)
+
+    def _partners(self) -> list[Contact]:
+        """Whom to meet next. If everybody seems lost, it is likely we who were cut off: then those are tried."""
+        partners = [member.contact for member in self._choose(self._params.fanout)]
+        lost = [m.contact for m in self.members() if m.state == "lost"]
+        if not partners:
+            former = {contact.peer_id: contact for contact in [*self._met.values(), *lost]}
+            return self._rng.sample(list(former.values()), min(ALONE_FANOUT, len(former)))
+        if lost and self._rng.random() < 0.1:
+            partners.append(self._rng.choice(lost))
+        return partners
 
     async def _keep_pushing(self) -> None:
         while True:
@@ -343,6 +356,10 @@ class Membership:
             self._shun(contact, error)
         else:
             self._shunned.pop(contact.peer_id, None)
+            self._met.pop(contact.peer_id, None)
+            self._met[contact.peer_id] = contact
+            if len(self._met) > MET_CAP:
+                del self._met[next(iter(self._met))]
 
     async def _push(self, contact: Contact) -> None:
         """Tells our own record."""
