@@ -30,6 +30,7 @@ from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.events import EventLog
 from swarmtrain.exchange import ExchangeConfig, Exchanger, Report
+from swarmtrain.exchange_notices import ExchangeNotices
 from swarmtrain.final_merge import export_merge, fetch_final_replicas
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
 from swarmtrain.manifest import tokens_per_step
@@ -140,6 +141,7 @@ class TrainingPeer:
             offload=trio.to_thread.run_sync,
         )
         self._exchanger.on_report = self._on_report
+        self._notices = ExchangeNotices()
         self._state = PeerState.WATCHING
         self._round_steps = self._manifest.round.inner_steps or 1
         self._tokens_per_step = tokens_per_step(self._manifest)
@@ -357,6 +359,7 @@ class TrainingPeer:
             case control.RoundClosed():
                 self._round_steps = max(1, message.round_steps)
                 self._events.write("round", step=message.step, round=message.round, steps=message.round_steps)
+                self._notice(self._notices.round_closed(len(self._training_members())))
             case control.Saved():
                 self._events.write("saved", step=message.step, path=message.path)
             case control.Finished():
@@ -369,7 +372,12 @@ class TrainingPeer:
             case _:
                 pass
 
+    def _notice(self, line: str | None) -> None:
+        if line:
+            self.on_notice(line)
+
     def _on_report(self, report: Report) -> None:
+        self._notice(self._notices.exchange_ended(report.partner, report.outcome))
         if report.outcome == "mixed":
             self._update(
                 exchanges=self.status.exchanges + 1, last_partner=report.partner[:4], staleness=report.staleness
