@@ -48,7 +48,7 @@ class ExchangeNotices:
             self._rounds = 0
             self._failures.clear()
             self._refusals.clear()
-            return f"exchanging again, with peer {short(partner)}" if said else None
+            return f"exchanging now, with peer {short(partner)}" if said else None
         if outcome in _BUSY:
             self._failures["busy"] += 1
         elif outcome in _UNREACHABLE:

@@ -20,7 +20,7 @@ def test_being_alone_is_said_once_and_the_end_of_it_too() -> None:
     (line,) = close_rounds(notices, 20, 0)
     assert "no other training peer" in line
     assert "alone" in line
-    assert notices.exchange_ended(ALICE, "mixed") == "exchanging again, with peer aaaaaaaa"
+    assert notices.exchange_ended(ALICE, "mixed") == "exchanging now, with peer aaaaaaaa"
     assert notices.exchange_ended(ALICE, "mixed") is None
 
 
