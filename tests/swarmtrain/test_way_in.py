@@ -60,6 +60,16 @@ def test_the_second_address_is_used_when_the_first_refuses() -> None:
     with_nodes(scenario)
 
 
+def test_a_peer_does_not_dial_itself_when_it_knows_others() -> None:
+    async def scenario(here: Node, there: Node) -> None:
+        said: list[str] = []
+        itself = entry(here.addresses[0], here.identity.peer_id)
+        assert await find_way_in(here, [itself, entry(there.addresses[0])], said.append)
+        assert said == []
+
+    with_nodes(scenario)
+
+
 def test_a_silent_address_holds_nobody_up_and_is_not_forgotten(silent: Address) -> None:
     async def scenario(here: Node, there: Node) -> None:
         said: list[str] = []
