@@ -54,7 +54,8 @@ from swarmtrain.exchange_messages import (
 )
 from swarmtrain.guard import Guard
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
-from swarmtrain.mixing import mix_weight, relative_weight, staleness_in_rounds
+from swarmtrain.mixing import mix_weight, relative_weight
+from swarmtrain.round_pace import RoundPace
 from swarmtrain.snapshots import (
     EncodedSnapshot,
     Payload,
@@ -112,7 +113,8 @@ class ExchangeConfig:
     transfer_deadline_s: float = 600.0
     attempts_per_round: int = 8
     busy_pause_s: float = 0.3
-    backoff_s: float = 15.0
+    backoff_s: float = 15.0  # at most a round
+    staleness_floor_s: float = 2.0  # what is trained within this counts as one round at most
     ration: float = 0.25  # others may close our rounds no more often than once in this share of a round's time
 
 
@@ -203,9 +205,7 @@ class Exchanger:
         self._incoming: _Session | None = None
         self._last_mix_s = self._last_call_s = float("-inf")
         self._last_round = 0
-        # The length of a round that no partner cut short: others must not be able to shrink it.
-        self._round_s = 0.0  # smoothed
-        self._round_steps = 0
+        self._pace = RoundPace()
         self._closing_for_partner = False
         self._round_of_partner = 0
         self._backoff_until: dict[bytes, tuple[float, float]] = {}
@@ -239,8 +239,7 @@ class Exchanger:
                 took_s = (trio.current_time() - before_s) / max(1, closed.round - before_round)
                 before_s, before_round = trio.current_time(), closed.round
                 if not self._closing_for_partner and closed.round != self._round_of_partner:
-                    self._round_s = took_s if self._round_s == 0.0 else 0.7 * self._round_s + 0.3 * took_s
-                    self._round_steps = closed.round_steps
+                    self._pace.record(took_s, closed.round_steps)
                 if not self._busy and not await self._meet_someone(closed):
                     self._trainer.abandon(closed)
             finally:
@@ -249,11 +248,17 @@ class Exchanger:
     # ------------------------------------------------------------------------------------------------- initiator
 
     async def _meet_someone(self, closed: ClosedRound) -> bool:
-        """Tries partners in random order until one exchange has happened or the attempts are used up."""
+        """Tries partners in random order until one exchange has happened or the attempts are used up.
+
+        A snapshot is offered for no longer than a round: what comes next is newer, and this one stale.
+        """
         own: Snapshot | None = None
+        closed_s = trio.current_time()
         for attempt in range(self._config.attempts_per_round):
             if attempt:
                 await trio.sleep(self._config.busy_pause_s * (0.5 + self._rng.random()))
+                if trio.current_time() - closed_s > self._pace.at_most_a_round(float("inf")):
+                    return False
             if self._busy or self.stopped:
                 return True  # someone was faster and met us; that exchange settles this round
             partner = self._choose_partner()
@@ -344,7 +349,7 @@ class Exchanger:
             raise Refusal("not-training")
         if self._busy:
             raise Refusal("busy")
-        if now - max(self._last_mix_s, self._last_call_s) < self._config.ration * self._round_s:
+        if now - max(self._last_mix_s, self._last_call_s) < self._config.ration * self._pace.seconds:
             raise Refusal("too-soon")
         if self._is_backed_off(remote, now):
             raise Refusal("too-soon", "an exchange with you has failed a short while ago")
@@ -532,11 +537,15 @@ class Exchanger:
         """
         median = self._partners.swarm_step()
         here = closed.step if median is None else min(closed.step, median)
-        return staleness_in_rounds(here, theirs.step, self._full_round_steps(closed, theirs))
+        return self.rounds_behind(here, theirs.step, self._full_round_steps(closed, theirs))
+
+    def rounds_behind(self, here: int, there: int, round_steps: int) -> int:
+        """Returns the rounds, of `round_steps` or of a least real time, by which one step is behind another."""
+        return self._pace.staleness(here, there, round_steps=round_steps, floor_s=self._config.staleness_floor_s)
 
     def _full_round_steps(self, closed: ClosedRound, theirs: Offer) -> int:
         """Returns the length of an own round; the partner's word counts only until there has been one."""
-        return max(closed.round_steps, self._round_steps or theirs.round_steps)
+        return max(closed.round_steps, self._pace.steps or theirs.round_steps)
 
     def _too_stale(self, closed: ClosedRound, theirs: Offer) -> bool:
         return self._staleness(closed, theirs) > self._config.staleness_cutoff
@@ -581,15 +590,20 @@ class Exchanger:
         self.on_report(report)
 
     def _note_failure(self, peer_id: bytes, error: Exception) -> None:
-        """Lowers a partner's standing: it is left alone for a while, longer each time.  Being busy is no fault."""
+        """Lowers a partner's standing: it is left alone for a while, longer each time.  Being busy is no fault.
+
+        The first time for about a round: in many rounds two replicas drift so far apart that the next meeting fails
+        for that alone.
+        """
         if isinstance(error, Refusal) and error.code in ("busy", "too-soon", "not-ready"):
             return
         if isinstance(error, Refusal) and error.code == "stale":
             self.catch_up_wanted.set()
             return
         now = trio.current_time()
-        _, pause = self._backoff_until.pop(peer_id, (0.0, self._config.backoff_s / 2))
-        pause = min(pause * 2, 64 * self._config.backoff_s)
+        _, before = self._backoff_until.pop(peer_id, (0.0, 0.0))
+        first = self._pace.at_most_a_round(self._config.backoff_s)
+        pause = min(before * 2 or first, 64 * self._config.backoff_s)
         self._backoff_until[peer_id] = (now + pause, pause)
         while len(self._backoff_until) > MAX_BACKOFFS:
             del self._backoff_until[next(iter(self._backoff_until))]

@@ -35,7 +35,6 @@ from swarmtrain.final_merge import export_merge, fetch_final_replicas
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
 from swarmtrain.manifest import tokens_per_step
 from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
-from swarmtrain.mixing import staleness_in_rounds
 from swarmtrain.model_config import parameter_specs
 from swarmtrain.node import Node
 from swarmtrain.run_lookup import LocatedRun, announce
@@ -278,7 +277,7 @@ class TrainingPeer:
         while True:
             await self._exchanger.catch_up_wanted.wait()
             self._exchanger.catch_up_wanted = trio.Event()
-            lag = staleness_in_rounds(self.swarm_step() or 0, self.status.step, self._round_steps)
+            lag = self._exchanger.rounds_behind(self.swarm_step() or 0, self.status.step, self._round_steps)
             if lag <= self._manifest.mixer.staleness_cutoff:
                 continue  # one peer's claim only: the swarm as a whole is not ahead
             donors = [m.contact for m in self._training_members()]
@@ -357,7 +356,8 @@ class TrainingPeer:
                 self._update(validation_loss=message.validation_loss)
                 self._events.write("evaluated", step=message.step, validation_loss=message.validation_loss)
             case control.RoundClosed():
-                self._round_steps = max(1, message.round_steps)
+                if not message.requested:  # one that a partner cut short is no measure
+                    self._round_steps = max(1, message.round_steps)
                 self._events.write("round", step=message.step, round=message.round, steps=message.round_steps)
                 self._notice(self._notices.round_closed(len(self._training_members())))
             case control.Saved():

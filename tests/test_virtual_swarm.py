@@ -88,6 +88,25 @@ def test_a_partitioned_swarm_trains_on_and_comes_together_again() -> None:
     assert swarm.distance() < 0.05
 
 
+def test_rounds_shorter_than_an_exchange_do_not_part_honest_peers() -> None:
+    """Rounds of 0.1 s on a link where an exchange takes several of them."""
+    swarm = VirtualSwarm(seed=1, link=Link(latency_s=0.02), step_s=0.02, inner_steps=5)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            await swarm.start(nursery, 3)
+            await trio.sleep(25)
+            nursery.cancel_scope.cancel()
+
+    run_virtually(main, seed=1)
+    outcomes = Counter(report.outcome for peer in swarm.peers for report in peer.reports)
+    assert not {"stale", "partner-stale", "norm-outlier"} & set(outcomes)
+    late = [line.split()[1:3] for line in swarm.log if float(line.split()[0]) > 10]
+    for peer in swarm.peers:
+        # One that was refused stayed away for 15 s, which is 150 rounds.
+        assert late.count([str(peer.index), "mixed"]) >= 15
+
+
 def mixed_across(swarm: VirtualSwarm) -> int:
     """Counts the exchanges between the two halves of the swarm."""
     half = {peer.identity.peer_id: peer.index < 5 for peer in swarm.peers}

@@ -16,7 +16,7 @@ import trio.testing
 from numpy.typing import NDArray
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.endpoint import Endpoint
-from swarm_peer.errors import BlobUnavailable, PeerError, Refusal
+from swarm_peer.errors import BlobUnavailable, Disconnected, PeerError, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.memory import Link, MemoryNetwork
 
@@ -458,7 +458,7 @@ def test_others_may_not_close_rounds_more_often_than_the_ration_allows() -> None
         await a.trainer.end_round()  # a round takes 100 s here, the ration is a quarter of that
         await trio.sleep(1)
         assert a.exchanger is not None
-        assert a.exchanger._round_s == pytest.approx(100, abs=1)
+        assert a.exchanger._pace.seconds == pytest.approx(100, abs=1)
         attempts, codes = 0, set()
         for _ in range(200):
             try:
@@ -471,7 +471,7 @@ def test_others_may_not_close_rounds_more_often_than_the_ration_allows() -> None
         assert codes == {"too-soon"}
         assert a.trainer.closed_for_partner == attempts <= 9
         # What partners do to our rounds must not make them look short.
-        assert a.exchanger._round_s == pytest.approx(100, abs=1)
+        assert a.exchanger._pace.seconds == pytest.approx(100, abs=1)
 
     virtually(body)
 
@@ -906,6 +906,27 @@ def test_a_partner_that_cannot_be_reached_costs_one_attempt() -> None:
         await trio.sleep(5)
         assert len(a.reports) == 1
         assert a.is_idle()
+
+    virtually(body)
+
+
+def test_a_failed_partner_is_left_alone_for_a_round_and_longer_each_time() -> None:
+    async def body(bench: Bench) -> None:
+        a, b = await bench.peer("a", 1), await bench.peer("b", 2)
+        assert a.exchanger is not None
+        a.known.contacts = []
+        for _ in range(20):  # rounds of 0.5 s
+            await trio.sleep(0.5)
+            await a.trainer.end_round()
+        bench.network.crash(b.host)
+        error = Disconnected("gone")
+        pauses = []
+        for _ in range(12):
+            a.exchanger._note_failure(b.contact.peer_id, error)
+            pauses.append(a.exchanger._backoff_until[b.contact.peer_id][0] - trio.current_time())
+        assert pauses[0] == pytest.approx(0.5, abs=0.1)
+        assert pauses[:5] == pytest.approx([pauses[0] * 2**number for number in range(5)])
+        assert max(pauses) == 64 * BACKOFF_S
 
     virtually(body)
 
