@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import trio
+from swarm_peer.gated import Gate
 from swarm_peer.identity import Identity, short
 from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
@@ -24,6 +25,7 @@ from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import BootstrapOptions
 from swarmtrain.run_lookup import LocatedRun, announce, run_payload
 from swarmtrain.run_package import blobs_folder, read_manifest_file
+from swarmtrain.served_run import open_served_run
 from swarmtrain.status import Status
 from swarmtrain.way_in import find_way_in
 from swarmtrain.workspace import acquire_identity
@@ -68,15 +70,17 @@ async def _serve(
         if entries and not await find_way_in(node, entries, lambda line: click.echo(line, err=True)):
             click.echo("no other peer reached; this one serves alone and goes on trying", err=True)
         runs = [await trio.to_thread.run_sync(_offer, node, path, signed) for path, signed in manifests.items()]
+        gates = [open_served_run(node, path, run) for path, run in zip(manifests, runs, strict=True)]
         async with trio.open_nursery() as nursery:
-            _introduce(node, runs, as_json=options.json)
-            for run in runs:
+            _introduce(node, dict(zip(manifests, runs, strict=True)), as_json=options.json)
+            for run, gate in zip(runs, gates, strict=True):
                 if node.local is not None:
                     node.local.care_about(run.signed.run_id)
                 nursery.start_soon(announce, node, run)
                 if rendezvous is not None:
                     rendezvous.announce(run_payload(node, run))
-                nursery.start_soon(_watch_run, node, run)
+                if gate is not None:
+                    nursery.start_soon(_watch_run, node, gate, run)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async for number in signals:
                     click.echo("bootstrap peer leaves", err=True)
@@ -108,20 +112,23 @@ def _read_blob(path: Path, name: str, what: str) -> bytes:
     return data
 
 
-async def _watch_run(node: Node, run: LocatedRun) -> None:
+async def _watch_run(node: Node, gate: Gate, run: LocatedRun) -> None:
     """Is a member of the run, so that peers meet here and monitors can ask."""
     membership = Membership(
-        node.endpoint,
+        gate,
         node.identity,
         run.signed.run_id,
         discovery=node.discovery,
         rng=random.Random(node.identity.peer_id),
         addresses=node.addresses,
         params=MembershipParams(rpc_deadline_s=node.answer_deadline_s),
+        vouch=None if gate.is_open else gate.vouch,
     )
+    gate.on_out = membership.forget
     membership.publish(PeerState.WATCHING, Status().encode())
     async with trio.open_nursery() as nursery:
         await nursery.start(membership.run)
+        nursery.start_soon(gate.run, lambda: [member.contact for member in membership.live()])
         try:
             while True:
                 await trio.sleep(PUBLISH_INTERVAL_S)
@@ -133,11 +140,12 @@ async def _watch_run(node: Node, run: LocatedRun) -> None:
                 await membership.goodbye()
 
 
-def _introduce(node: Node, runs: list[LocatedRun], *, as_json: bool) -> None:
+def _introduce(node: Node, runs: dict[Path, LocatedRun], *, as_json: bool) -> None:
     peer = contact_text(node.identity.peer_id, node.addresses[0])
     entries = tuple((node.identity.peer_id, address) for address in node.addresses)
     invites = [
-        Invite(run.signed.manifest.name, fingerprint(run.signed.creator), run.signed.run_id, entries) for run in runs
+        Invite(run.signed.manifest.name, fingerprint(run.signed.creator), run.signed.run_id, entries)
+        for run in runs.values()
     ]
     if as_json:
         click.echo(
@@ -158,7 +166,12 @@ def _introduce(node: Node, runs: list[LocatedRun], *, as_json: bool) -> None:
         click.echo("It serves no run yet: swarmtrain bootstrap NAME.run", err=True)
         click.echo(f"--peer {peer}")
         return
-    click.echo("Everyone joins with one of these lines:", err=True)
-    for invite in invites:
+    for (path, run), invite in zip(runs.items(), invites, strict=True):
+        mode = run.signed.manifest.admission.mode
+        who = {"open": "Everyone joins", "allowlist": "The peers on its list join", "invite": "Its creator joins"}[mode]
+        click.echo(f"{run.signed.label}: {who} with one of these lines:", err=True)
         click.echo(f"swarmtrain join '{invite}'")
         click.echo(f"swarmtrain join --run-id {invite.name} --peer {peer}")
+        if mode == "invite":
+            click.echo("Its creator makes an invite for each other peer:", err=True)
+            click.echo(f"swarmtrain invite {path} --peer {peer}")

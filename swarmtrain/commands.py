@@ -21,8 +21,10 @@ from swarmtrain.options import (
     CreateOptions,
     DemoOptions,
     ExportOptions,
+    InviteOptions,
     JoinOptions,
     MonitorOptions,
+    RevokeOptions,
     download_rate,
     upload_rate,
 )
@@ -54,6 +56,8 @@ _PEER = _checked("swarmtrain.invite", "parse_entry_point")
 _RUN = _checked("swarmtrain.naming", "parse_run_reference")
 _MULTIADDRS = _checked("swarmtrain.hivemind_bridge.multiaddr", "parse_multiaddrs")
 _INVITE = _checked("swarmtrain.invite", "parse_invite")
+_DURATION = _checked("swarmtrain.durations", "parse_duration")
+_PEER_ID = _checked("swarmtrain.naming", "parse_peer_id_prefix")
 
 
 def _call(module: str, function: str, options: CommonOptions) -> object:
@@ -342,6 +346,78 @@ def join(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
 
 
 @click.command(
+    short_help="Invite one more peer.",
+    epilog="""\b
+Examples:
+  swarmtrain invite my-run.run --peer PEERID@train.example.org:7766
+  swarmtrain invite runs/my-run --peer train.example.org:7766 --expires 12h
+  swarmtrain invite my-run.run --peer train.example.org:7766 --may-invite""",
+)
+@click.argument("run", type=_ANY_PATH, metavar="RUN")
+@click.option(
+    "--peer",
+    "peers",
+    type=_PEER,
+    multiple=True,
+    required=True,
+    metavar="HOST:PORT",
+    help="Where the newcomer begins. The first one redeems the invite, so it has to be the bootstrap peer. May be "
+    "given several times.",
+)
+@click.option(
+    "--expires", type=_DURATION, default="7d", show_default=True, metavar="TIME", help="How long the link is good."
+)
+@click.option(
+    "--member-for",
+    type=_DURATION,
+    default="365d",
+    show_default=True,
+    metavar="TIME",
+    help="How long whoever joined with it remains a member.",
+)
+@click.option("--uses", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many peers it admits.")
+@click.option("--may-invite", is_flag=True, help="Whoever joins with it may invite others.")
+@_connect_timeout
+@_identity
+@click.pass_obj
+def invite(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Make an invite link for RUN: the signed NAME.run if you are its creator, else your peer's --out folder.
+
+    The link is a secret until it is used. It is exchanged once, at the peer named first, for a certificate of the
+    newcomer's own.
+    """
+    return _call("inviting", "run_invite", InviteOptions(**obj, **values))
+
+
+@click.command(
+    short_help="Put a peer out of a run.",
+    epilog="""\b
+Example:
+  swarmtrain revoke my-run.run 1f2e3d4c --peer train.example.org:7766""",
+)
+@click.argument("run", type=_ANY_PATH, metavar="RUN")
+@click.argument("peer_ids", type=_PEER_ID, nargs=-1, required=True, metavar="PEER-ID...")
+@click.option(
+    "--peer",
+    "peers",
+    type=_PEER,
+    multiple=True,
+    required=True,
+    metavar="HOST:PORT",
+    help="Peers of the run to tell; they tell the others. May be given several times.",
+)
+@_identity
+@click.pass_obj
+def revoke(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Put peers out of RUN, with everybody whom they invited. Only the run's creator can.
+
+    PEER-ID is a member's id of 64 digits, or at least its first eight, or that of an invite. The others stop dealing
+    with it within a few seconds, in the middle of the run; what it has received it keeps.
+    """
+    return _call("inviting", "run_revoke", RevokeOptions(**obj, **values))
+
+
+@click.command(
     short_help="Watch a run.",
     epilog="""\b
 Examples:
@@ -422,4 +498,4 @@ def demo(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     return _call("demo", "run_demo", DemoOptions(**obj, **values))
 
 
-COMMANDS: tuple[click.Command, ...] = (demo, create, bootstrap, join, monitor, export, patch)
+COMMANDS: tuple[click.Command, ...] = (demo, create, bootstrap, invite, join, revoke, monitor, export, patch)

@@ -13,6 +13,7 @@ from swarm_peer.identity import Identity
 
 from swarmtrain import __version__
 from swarmtrain.documents import python_validation_text
+from swarmtrain.door import door_file, write_door
 from swarmtrain.errors import ExitCode, RunFileError, UserError
 from swarmtrain.export import state_digest
 from swarmtrain.genesis_file import encode_genesis
@@ -94,9 +95,12 @@ def make_run(run_file: RunFile, identity: Identity, manifest_file: Path) -> Sign
         round=run_file.round,
         mixer=run_file.mixer,
         genesis=genesis,
+        admission=run_file.admission,
     )
     signed = sign_manifest(manifest, identity)
     write_manifest_file(manifest_file, signed)
+    if manifest.admission.mode == "invite":
+        write_door(manifest_file, signed, identity)
     return signed
 
 
@@ -157,7 +161,15 @@ def _explain(signed: SignedManifest, manifest_file: Path, invite: Invite) -> Non
         "Next, on a machine that the others can reach:",
         f"  swarmtrain bootstrap {manifest_file}",
     ]
-    if invite.peers:
+    mode = signed.manifest.admission.mode
+    if mode == "invite":
+        door = door_file(manifest_file)
+        lines.insert(1, f"{door} lets that machine take part: take it there too, and show it to nobody.")
+        lines += [
+            "You join with the line that it prints. For each other peer, make an invite:",
+            f"  swarmtrain invite {manifest_file} --peer HOST:PORT",
+        ]
+    elif invite.peers:
         lines += ["Then everyone joins with:", f"  swarmtrain join '{invite}'"]
     else:
         lines.append("It prints the line with which everyone joins.")

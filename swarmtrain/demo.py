@@ -52,6 +52,8 @@ batch-size = 8
 total-steps = {steps}
 [round]
 inner-steps = {inner}
+[admission]
+mode = "open"
 """
 
 

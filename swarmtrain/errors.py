@@ -23,6 +23,7 @@ class ExitCode(IntEnum):
     BAD_FOLDER = 7  # a checkpoint or output folder that cannot be used
     PORT_BUSY = 8
     REFUSED = 9  # a peer of the run refused us
+    NOT_ADMITTED = 10  # the run admits invited or listed peers only, and this peer is none of them
     INTERRUPTED = 130  # Ctrl-C
     TERMINATED = 143  # SIGTERM
 
@@ -59,6 +60,13 @@ class InviteError(UserError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ExitCode.USAGE)
+
+
+class NotAdmitted(UserError):
+    """This peer may not take part in the run; the message names run, reason and remedy."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ExitCode.NOT_ADMITTED)
 
 
 def first_user_error(error: BaseException) -> UserError | None:

@@ -15,8 +15,10 @@ from swarm_peer.identity import Identity, short
 from swarm_peer.members import Member
 from swarm_peer.membership import list_members
 from swarm_peer.records import PeerState
+from swarm_peer.rpc import Caller
 
 from swarmtrain import __version__
+from swarmtrain.admission import enter_run
 from swarmtrain.donor import Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.export import ExportCard, export_model
@@ -33,7 +35,7 @@ from swarmtrain.run_package import read_manifest_file
 from swarmtrain.snapshots import Payload, PayloadInvalid, SnapshotLibrary
 from swarmtrain.status import decode_status
 from swarmtrain.way_in import reach_entries, target_with_saved
-from swarmtrain.workspace import Workspace
+from swarmtrain.workspace import Workspace, read_identity
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +62,7 @@ def run_export(options: ExportOptions) -> int:
     else:
         target = target_with_saved(options.run, options.invite, options.peers, options.state)
         with Progress() as progress:
-            take = trio.run(_from_swarm, target, options.connect_timeout, progress)
+            take = trio.run(_from_swarm, target, options, progress)
     manifest = take.signed.manifest
     out = options.out or Path("exported") / manifest.name
     config = manifest.model.config()
@@ -87,13 +89,14 @@ def run_export(options: ExportOptions) -> int:
 # ------------------------------------------------------------------------------------------------------- from the swarm
 
 
-async def _from_swarm(target: Target, connect_timeout_s: float, progress: Progress) -> _Take:
-    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False, connect_timeout_s=connect_timeout_s)
+async def _from_swarm(target: Target, options: ExportOptions, progress: Progress) -> _Take:
+    config = NodeConfig(listen="[::]:0", entries=target.peers, serve=False, connect_timeout_s=options.connect_timeout)
     async with open_node(Identity.generate(), config) as node:
         await reach_entries(node, target.peers, progress.say)
         run = await locate_run(node, target.reference)
-        members = await _members(node, run)
-        replicas = await _fetch_replicas(node, run, members, progress)
+        gate = await enter_run(node, run, target, creator=read_identity(options.state))
+        members = await _members(gate, run)
+        replicas = await _fetch_replicas(node, gate, run, members, progress)
         if not replicas:
             raise UserError(
                 f"no replica of run {run.signed.manifest.name} can be had: none of its {len(members)} known peers "
@@ -110,12 +113,12 @@ async def _from_swarm(target: Target, connect_timeout_s: float, progress: Progre
         )
 
 
-async def _members(node: Node, run: LocatedRun) -> list[Member]:
+async def _members(caller: Caller, run: LocatedRun) -> list[Member]:
     """Returns the members as told by whoever announces the run."""
     found: dict[bytes, Member] = {}
     for holder in run.holders:
         try:
-            members = await list_members(node.endpoint, holder, run.signed.run_id, deadline_s=MEMBERS_DEADLINE_S)
+            members = await list_members(caller, holder, run.signed.run_id, deadline_s=MEMBERS_DEADLINE_S)
         except PeerError:
             continue
         for member in members:
@@ -128,11 +131,11 @@ async def _members(node: Node, run: LocatedRun) -> list[Member]:
 
 
 async def _fetch_replicas(
-    node: Node, run: LocatedRun, members: list[Member], progress: Progress
+    node: Node, caller: Caller, run: LocatedRun, members: list[Member], progress: Progress
 ) -> list[WeightedReplica]:
     layout = FlatLayout.of(parameter_specs(run.signed.manifest.model.config()))
     joiner = Joiner(
-        node.endpoint,
+        caller,
         run_id=run.signed.run_id,
         library=SnapshotLibrary(layout),
         blobs=node.blobs,

@@ -1,6 +1,7 @@
 """Invite links: ``swarm://NAME@FPR/RUNID?peer=PEERID@HOST:PORT&peer=…``, one line that names a run and a way in.
 
-A link comes from a chat or a web page, so it is read as strictly as a message of a stranger. It holds no secret.
+A link comes from a chat or a web page, so it is read as strictly as a message of a stranger. It holds no secret,
+unless it has a ``ticket=…``: that part admits whoever redeems it first.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from swarm_peer.addresses import Address, parse_contact
+from swarm_peer.certificates import Ticket, parse_ticket, ticket_text
 from swarm_peer.identity import PeerId
 
 from swarmtrain.errors import InviteError, one_line
 from swarmtrain.naming import RunReference, parse_run_reference
 
 SCHEME = "swarm://"
-MAX_INVITE_CHARS = 4096
+MAX_INVITE_CHARS = 8192
 MAX_INVITE_PEERS = 16
 
 EntryPoint = tuple[PeerId | None, Address]
@@ -32,6 +34,7 @@ class Invite:
     fingerprint: str
     run_id: bytes
     peers: tuple[EntryPoint, ...] = ()
+    ticket: Ticket | None = None
 
     @property
     def reference(self) -> RunReference:
@@ -39,7 +42,10 @@ class Invite:
         return RunReference(self.name, self.fingerprint, self.run_id)
 
     def __str__(self) -> str:
-        query = "&".join("peer=" + quote(contact_text(*peer), safe="@:[].-_%") for peer in self.peers)
+        parts = ["peer=" + quote(contact_text(*peer), safe="@:[].-_%") for peer in self.peers]
+        if self.ticket is not None:
+            parts.append("ticket=" + ticket_text(self.ticket))
+        query = "&".join(parts)
         return f"{SCHEME}{self.name}@{self.fingerprint}/{self.run_id.hex()}" + (f"?{query}" if query else "")
 
 
@@ -49,6 +55,7 @@ class Target:
 
     reference: RunReference
     peers: tuple[EntryPoint, ...]
+    ticket: Ticket | None = None
 
 
 def contact_text(peer_id: PeerId | None, address: Address) -> str:
@@ -82,7 +89,10 @@ def parse_invite(text: str) -> Invite:
         raise InviteError("invite link: the run id is not 64 hex digits; was the link cut off?")
     if reference.name is None or reference.fingerprint is None:
         raise InviteError(f"invite link: {one_line(label, 60)!r} is not NAME@FINGERPRINT")
-    return Invite(reference.name, reference.fingerprint, identifier, _parse_query(query))
+    peers, ticket = _parse_query(query)
+    if ticket is not None and ticket.chain[-1].run_id != identifier:
+        raise InviteError("invite link: its ticket is for another run; copy the whole link again")
+    return Invite(reference.name, reference.fingerprint, identifier, peers, ticket)
 
 
 def parse_entry_point(text: str) -> EntryPoint:
@@ -105,22 +115,33 @@ def resolve_target(run: str | None, invite: str | None, peers: Sequence[str]) ->
     if (run is None) == (invite is None):
         raise InviteError("give either an invite link or --run-id NAME with --peer HOST:PORT")
     entries = [parse_entry_point(peer) for peer in peers]
+    ticket: Ticket | None = None
     if invite is not None:
         link = parse_invite(invite)
         entries += [peer for peer in link.peers if peer not in entries]
         reference = link.reference
+        ticket = link.ticket
     else:
         reference = parse_run_reference(run or "")
-    return Target(reference, tuple(entries))
+    return Target(reference, tuple(entries), ticket)
 
 
-def _parse_query(query: str) -> tuple[EntryPoint, ...]:
+def _parse_query(query: str) -> tuple[tuple[EntryPoint, ...], Ticket | None]:
     peers: list[EntryPoint] = []
+    ticket: Ticket | None = None
     for part in filter(None, query.split("&")):
         key, equals, value = part.partition("=")
+        if key == "ticket" and equals and ticket is None:
+            try:
+                ticket = parse_ticket(unquote(value))
+            except ValueError:
+                # The text is a secret, so the message does not show it.
+                raise InviteError("invite link: its ticket cannot be read; was the link cut off?") from None
+            continue
         if key != "peer" or not equals:
-            raise InviteError(f"invite link: {one_line(part, 60)!r} is not peer=PEERID@HOST:PORT")
+            shown = key if key == "ticket" else part
+            raise InviteError(f"invite link: {one_line(shown, 60)!r} is not peer=PEERID@HOST:PORT")
         peers.append(parse_entry_point(unquote(value)))
         if len(peers) > MAX_INVITE_PEERS:
             raise InviteError(f"invite link: more than {MAX_INVITE_PEERS} peers")
-    return tuple(dict.fromkeys(peers))
+    return tuple(dict.fromkeys(peers)), ticket

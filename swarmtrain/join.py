@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING
 import click
 import numpy as np
 import trio
+from swarm_peer.certificates import REVOKED
+from swarm_peer.errors import Refusal
 from swarm_peer.identity import Identity, short
 
+from swarmtrain.admission import enter_run, not_admitted, save_certificate
 from swarmtrain.data import TokenFile, prepare_tokens
 from swarmtrain.documents import file_documents, python_documents
 from swarmtrain.errors import ExitCode, Incompatible, ManifestError, UserError
@@ -87,10 +90,12 @@ async def _join(
         out = options.out or Path("runs") / manifest.name
         weights = parameter_count(manifest.model.config())
         check_room(out, weights)
+        gate = await enter_run(node, run, target, folder=out)
         _introduce(run, weights, progress.say)
         tokens = await trio.to_thread.run_sync(_prepare_data, manifest, options)
         with open_workspace(out, run.signed, resume=options.resume) as workspace, EventLog(workspace.events) as events:
             workspace.validation.write_bytes(run.validation)
+            save_certificate(gate, workspace.root)
             genesis = await _make_genesis(node, run, workspace, progress)
             job = TrainingJob(
                 workspace=workspace,
@@ -103,7 +108,7 @@ async def _join(
                 resume=options.resume,
                 genesis=genesis,
             )
-            peer = TrainingPeer(node, run, job, events)
+            peer = TrainingPeer(node, gate, run, job, events)
             peer.on_notice = progress.say
             if rendezvous is not None:
                 peer.bridge_state = lambda: rendezvous.state
@@ -120,6 +125,9 @@ async def _join(
                 nursery.start_soon(saved.keep, peer.live_contacts)
                 ended = await _run_until_signal(peer, progress)
                 nursery.cancel_scope.cancel()
+            if peer.is_expelled:
+                denial = Refusal(REVOKED, "this peer was revoked by the run's creator while it trained")
+                raise not_admitted(run.signed, identity.peer_id, denial)
             return ended
 
 

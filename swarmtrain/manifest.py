@@ -28,6 +28,8 @@ MAX_MANIFEST_BYTES = 64 * 1024
 MAX_VALIDATION_BYTES = 64 * 1024
 SIGNATURE_DOMAIN = "swarmtrain-manifest-v1"
 
+MAX_LISTED_PEERS = 256
+
 _MAX_SEED = 2**53 - 1  # exact in every JSON reader
 _MAX_WEIGHTS_BYTES = 1 << 40
 _HEX = frozenset("0123456789abcdef")
@@ -202,6 +204,22 @@ class GenesisSection(_Section, frozen=True, kw_only=True):
             _whole("genesis.seed", self.seed, 0, _MAX_SEED)
 
 
+class AdmissionSection(_Section, frozen=True, kw_only=True):
+    """Who may take part: whom a member has invited, the peers on a list, or everybody."""
+
+    mode: Literal["invite", "allowlist", "open"] = "invite"
+    peers: tuple[str, ...] = ()  # peer ids, 64 hex digits, for "allowlist" only
+
+    def __post_init__(self) -> None:
+        if self.mode != "allowlist":
+            if self.peers:
+                raise FieldError("admission.peers", self.peers, f"left out with admission.mode = {self.mode!r}")
+        elif not 0 < len(self.peers) <= MAX_LISTED_PEERS:
+            raise FieldError("admission.peers", self.peers, f"1 to {MAX_LISTED_PEERS} peer ids")
+        for peer in self.peers:
+            _hex("admission.peers", peer)
+
+
 class Manifest(_Section, frozen=True, kw_only=True):
     """What peers of one run agree on. Every field is checked; ``ValueError`` names field and value."""
 
@@ -217,6 +235,7 @@ class Manifest(_Section, frozen=True, kw_only=True):
     round: RoundSection
     mixer: MixerSection
     genesis: GenesisSection
+    admission: AdmissionSection = AdmissionSection()
 
     def __post_init__(self) -> None:
         if not is_run_name(self.name):
@@ -269,6 +288,7 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Version(msgspec.Struct, frozen=True):
     protocol_version: int
+    admission: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def sign_manifest(manifest: Manifest, identity: Identity) -> SignedManifest:
@@ -294,12 +314,19 @@ def decode_manifest(data: bytes) -> SignedManifest:
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
         body = bytes(envelope.manifest)
-        version = msgspec.json.decode(body, type=_Version).protocol_version
+        head = msgspec.json.decode(body, type=_Version)
+        version = head.protocol_version
         # Before the strict reading: a newer version may have fields that this one does not know.
         if version != PROTOCOL_VERSION:
             raise ManifestError(
                 f"protocol_version: the run has {version}, this swarmtrain speaks {PROTOCOL_VERSION}; "
                 "all peers of a run need the same one"
+            )
+        if head.admission is msgspec.UNSET:
+            # Who may take part is the creator's to say, so its absence is neither "everybody" nor "nobody".
+            raise ManifestError(
+                "admission: the run does not say who may join, it was made by an older swarmtrain; "
+                "its creator has to sign it again: swarmtrain create"
             )
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, RecursionError, UnicodeError, OverflowError) as error:

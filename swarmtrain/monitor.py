@@ -16,16 +16,19 @@ from swarm_peer.identity import Identity
 from swarm_peer.members import Member
 from swarm_peer.membership import list_members
 from swarm_peer.records import PeerState
+from swarm_peer.rpc import Caller
 
+from swarmtrain.admission import enter_run
 from swarmtrain.dashboard import PeerRow, SwarmView, render, to_json
 from swarmtrain.errors import ExitCode
 from swarmtrain.hivemind_bridge.rendezvous import check_rendezvous, enter_swarm, open_rendezvous
 from swarmtrain.invite import Target
-from swarmtrain.node import Node, NodeConfig, open_node
+from swarmtrain.node import NodeConfig, open_node
 from swarmtrain.options import MonitorOptions
 from swarmtrain.run_lookup import LocatedRun, locate_run
 from swarmtrain.status import decode_status
 from swarmtrain.way_in import target_with_saved
+from swarmtrain.workspace import read_identity
 
 CALL_DEADLINE_S = 5.0
 
@@ -46,7 +49,8 @@ async def _monitor(options: MonitorOptions, target: Target, initial_peers: tuple
     ):
         await enter_swarm(node, rendezvous, target, _say)
         run = await locate_run(node, target.reference)
-        watch = SwarmWatch(node, run)
+        gate = await enter_run(node, run, target, creator=read_identity(options.state))
+        watch = SwarmWatch(gate, run)
         if options.once:
             view = await watch.look()
             if options.json:
@@ -84,8 +88,8 @@ async def _show_lines(watch: SwarmWatch, interval_s: float) -> None:
 class SwarmWatch:
     """Asks peers of the run who its members are; goes on to the next when one does not answer."""
 
-    def __init__(self, node: Node, run: LocatedRun) -> None:
-        self._node = node
+    def __init__(self, caller: Caller, run: LocatedRun) -> None:
+        self._caller = caller
         self._run = run
         self._sources: list[Contact] = list(run.holders)
         self._started_s = trio.current_time()
@@ -100,7 +104,7 @@ class SwarmWatch:
             try:
                 with trio.fail_after(2 * CALL_DEADLINE_S):
                     members = await list_members(
-                        self._node.endpoint, source, self._run.signed.run_id, deadline_s=CALL_DEADLINE_S
+                        self._caller, source, self._run.signed.run_id, deadline_s=CALL_DEADLINE_S
                     )
             except (PeerError, trio.TooSlowError):
                 self._sources.remove(source)

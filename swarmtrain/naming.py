@@ -31,6 +31,13 @@ def fingerprint(creator: bytes) -> str:
     return blake3(creator).hexdigest(length=4)
 
 
+def parse_peer_id_prefix(text: str) -> str:
+    """Returns a peer id, or at least its first 8 hex digits, in lower case. Raises :class:`InviteError`."""
+    if not re.fullmatch(r"[0-9a-fA-F]{8,64}", text):
+        raise InviteError(f"not a peer id: {one_line(text, 80)!r} (64 hex digits, or at least the first 8)")
+    return text.lower()
+
+
 @dataclass(frozen=True, slots=True)
 class RunReference:
     """What a user gave to say which run is meant. At least one of ``name`` and ``run_id`` is set."""

@@ -20,12 +20,14 @@ from swarm_peer.address_policy import Judged, announced, is_loopback, judge
 from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact, parse_address, parse_announced
 from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
 from swarm_peer.endpoint import Endpoint
-from swarm_peer.errors import AddressInUse, ListenError
+from swarm_peer.errors import AddressInUse, ListenError, PeerError
+from swarm_peer.gated import GuardedCaller
 from swarm_peer.identity import Identity
 from swarm_peer.interfaces import list_interfaces, runs_in_wsl
 from swarm_peer.kademlia import Kademlia, KademliaParams
 from swarm_peer.tcp import TlsTransport
 
+from swarmtrain.blob_door import BlobDoor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
 from swarmtrain.link_limits import LinkLimits, endpoint_limits, open_files_limit
@@ -59,8 +61,9 @@ class NodeConfig:
 class NodeBlobs:
     """The blob store and its transfers, in the words that the exchange and the donor use."""
 
-    def __init__(self, store: BlobStore, exchange: BlobExchange) -> None:
+    def __init__(self, store: BlobStore, exchange: BlobExchange, door: BlobDoor | None = None) -> None:
         self.store = store
+        self.door = door or BlobDoor()
         self._exchange = exchange
 
     def put(self, data: bytes) -> bytes:
@@ -103,9 +106,16 @@ class NodeBlobs:
         progress: Callable[[int, int], None] | None = None,
     ) -> bytes:
         """Fetches from any of several holders, and serves the blob to others from now on."""
+        async with trio.open_nursery() as nursery:
+            for holder in holders:
+                nursery.start_soon(self._introduce, holder)
         return await self._exchange.fetch(
             BlobId(blob_id), holders, max_size_bytes=max_size_bytes, deadline_s=deadline_s, progress=progress
         )
+
+    async def _introduce(self, holder: Contact) -> None:
+        with contextlib.suppress(PeerError):  # the fetch will meet it again, and say so
+            await self.door.introduce(holder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,9 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             )
             discovery.advertise(addresses)
             await nursery.start(discovery.run)
-            blobs = NodeBlobs(store, BlobExchange(endpoint, store, download=endpoint.download))
+            door = BlobDoor()
+            guarded = GuardedCaller(endpoint, door.check)
+            blobs = NodeBlobs(store, BlobExchange(guarded, store, download=endpoint.download), door)
             local = None
             hosts = beacon_hosts(bound, own)
             if config.lan and hosts:

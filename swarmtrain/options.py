@@ -58,6 +58,30 @@ class CreateOptions(CommonOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InviteOptions(CommonOptions):
+    """``swarmtrain invite``. The first of ``peers`` redeems the invite."""
+
+    run: Path  # NAME.run, or the --out folder of a join
+    peers: tuple[str, ...] = ()
+    expires: str = "7d"
+    member_for: str = "365d"
+    uses: int = 1
+    may_invite: bool = False
+    connect_timeout: float = 10.0
+    identity: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevokeOptions(CommonOptions):
+    """``swarmtrain revoke``."""
+
+    run: Path
+    peer_ids: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    identity: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapOptions(CommonOptions):
     """``swarmtrain bootstrap``."""
 

@@ -18,6 +18,7 @@ import msgspec
 
 from swarmtrain.errors import RunFileError, one_line
 from swarmtrain.manifest import (
+    AdmissionSection,
     DataSection,
     FieldError,
     MixerSection,
@@ -55,6 +56,7 @@ _HABITS = {
     "type": "kind",
     "path": "text",
     "hash": "content-hash",
+    "members": "peers",
 }
 
 
@@ -94,6 +96,7 @@ class RunFile:
     validation_text: Path | None
     genesis_seed: int | None
     genesis_weights: Path | None
+    admission: AdmissionSection
 
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -126,7 +129,7 @@ def parse_run_file(text: str, path: Path) -> RunFile:
 class _Reader:
     """Turns the parsed document into sections, knowing where each key stands."""
 
-    _SECTIONS = ("model", "tokenizer", "data", "validation", "optimizer", "round", "mixer", "genesis")
+    _SECTIONS = ("model", "tokenizer", "data", "validation", "optimizer", "round", "mixer", "genesis", "admission")
 
     def __init__(self, path: Path, text: str, document: Mapping[str, Any]) -> None:
         self._path = path
@@ -160,6 +163,7 @@ class _Reader:
             validation_text=self._beside(validation.text),
             genesis_seed=None if genesis.weights is not None else (genesis.seed or 0),
             genesis_weights=self._beside(genesis.weights),
+            admission=self._section("admission", AdmissionSection),
         )
 
     def _name(self) -> str:
@@ -230,6 +234,7 @@ _SECTION_FIELDS = {
         ("round", RoundSection),
         ("mixer", MixerSection),
         ("genesis", GenesisSource),
+        ("admission", AdmissionSection),
     )
 }
 
@@ -327,4 +332,9 @@ staleness-cutoff = 4           # rounds
 
 [genesis]                      # the initial weights
 seed = 0                       # or: weights = "folder" with model.safetensors and config.json
+
+[admission]                    # who may join
+mode = "invite"                # "invite": whom you, or those that you let, invite with 'swarmtrain invite'
+                               # "allowlist": peers = ["64-digit peer id", ...]
+                               # "open": everybody who finds it
 """

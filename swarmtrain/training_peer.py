@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import trio
 from swarm_peer.addresses import Contact
+from swarm_peer.gated import Gate
 from swarm_peer.identity import short
 from swarm_peer.members import Member
 from swarm_peer.membership import Membership, MembershipParams
@@ -88,8 +89,9 @@ class Result:
 class TrainingPeer:
     """One peer of one run, from the first look at the swarm to the goodbye."""
 
-    def __init__(self, node: Node, run: LocatedRun, job: TrainingJob, events: EventLog) -> None:
+    def __init__(self, node: Node, gate: Gate, run: LocatedRun, job: TrainingJob, events: EventLog) -> None:
         self._node = node
+        self._gate = gate
         self._run = run
         self._job = job
         self._events = events
@@ -98,18 +100,22 @@ class TrainingPeer:
         self._rng = random.Random(node.identity.peer_id + run.signed.run_id)
         self._library = SnapshotLibrary(self._layout)
         self._membership = Membership(
-            node.endpoint,
+            gate,
             node.identity,
             run.signed.run_id,
             discovery=node.discovery,
             rng=random.Random(self._rng.random()),
             addresses=node.addresses,
             params=MembershipParams(rpc_deadline_s=node.answer_deadline_s),
+            vouch=None if gate.is_open else gate.vouch,
         )
+        gate.on_out = self._membership.forget
+        gate.on_expelled = self._on_expelled
+        self.is_expelled = False
         self._slabs = Slabs.create(self._layout.size)
         self._link = TrainerLink(self._slabs, self._on_trainer_message)
         self._donor = Donor(
-            node.endpoint,
+            gate,
             run_id=run.signed.run_id,
             library=self._library,
             blobs=node.blobs,
@@ -117,7 +123,7 @@ class TrainingPeer:
             newest=self._newest_donation,
         )
         self._joiner = Joiner(
-            node.endpoint,
+            gate,
             run_id=run.signed.run_id,
             library=self._library,
             blobs=node.blobs,
@@ -125,7 +131,7 @@ class TrainingPeer:
         )
         mixer = self._manifest.mixer
         self._exchanger = Exchanger(
-            node.endpoint,
+            gate,
             config=ExchangeConfig(
                 run_id=run.signed.run_id,
                 staleness_cutoff=mixer.staleness_cutoff,
@@ -164,6 +170,7 @@ class TrainingPeer:
                 self._publish()
                 await nursery.start(self._membership.run)
                 nursery.start_soon(self._announce)
+                nursery.start_soon(self._gate.run, self.live_contacts)
                 start = await self._prepare_start()
                 nursery.start_soon(self._publish_regularly)
                 nursery.start_soon(self._train, start)
@@ -190,6 +197,12 @@ class TrainingPeer:
         if self._finished:
             self._settled.set()
         self._link.stop()
+
+    def _on_expelled(self) -> None:
+        """The creator has revoked us: no peer deals with us any more, so we save and leave."""
+        self.is_expelled = True
+        self._events.write("revoked")
+        self.stop()
 
     async def _train(self, start: Callable[[int], control.Start]) -> None:
         try:

@@ -36,7 +36,7 @@ def target_with_saved(run: str | None, invite: str | None, peers: Sequence[str],
     Raises InviteError.
     """
     target = resolve_target(run, invite, peers)
-    return Target(target.reference, in_order(saved_entries(state, target.reference), target.peers))
+    return Target(target.reference, in_order(saved_entries(state, target.reference), target.peers), target.ticket)
 
 
 async def find_way_in(node: Node, entries: Sequence[EntryPoint], say: Callable[[str], None]) -> bool:

@@ -144,6 +144,15 @@ def acquire_identity(state: Path, explicit: Path | None) -> Iterator[Identity]:
     )
 
 
+def read_identity(path: Path) -> Identity | None:
+    """Returns the user's first key, or that of a key file, None if there is none.  It may be in use: it only signs."""
+    path = path / "identity.pem" if path.is_dir() else path
+    try:
+        return Identity.load_or_create(path) if path.exists() else None
+    except IdentityFileError as error:
+        raise UserError(str(error), ExitCode.BAD_FOLDER) from None
+
+
 def check_room(root: Path, weights: int) -> None:
     """Raises UserError when disk or memory cannot hold a peer of this model size, before anything is transferred."""
     existing = next(path for path in (root, *root.absolute().parents) if path.exists())

@@ -39,6 +39,8 @@ total-steps = {steps}
 warmup-steps = 5
 [round]
 inner-steps = {inner}
+[admission]
+mode = "open"
 """
 DEADLINE_S = 300.0
 

@@ -44,6 +44,8 @@ total-steps = 50000
 warmup-steps = 5
 [round]
 inner-steps = 100
+[admission]
+mode = "open"
 """
 DEADLINE_S = 240.0
 

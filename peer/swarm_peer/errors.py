@@ -150,6 +150,21 @@ class Refusal(PeerError):
         return f"refused: {self.code}" + (f" ({self.detail})" if self.detail else "")
 
 
+class NotAMember(PeerError):
+    """The remote did not show that it may take part in the run. `reason` is one of `certificates.DENIALS`."""
+
+    def __init__(self, peer_id: bytes, reason: str, detail: str = "") -> None:
+        super().__init__(peer_id, reason, detail)
+        self.peer_id = peer_id
+        self.reason = reason
+        self.detail = sanitise(detail)
+
+    def __str__(self) -> str:
+        return f"peer {self.peer_id.hex()[:8]} is not in this run: {self.reason}" + (
+            f" ({self.detail})" if self.detail else ""
+        )
+
+
 class IdentityFileError(PeerError):
     """The identity key file cannot be used; the message names the file and the remedy."""
 

@@ -177,6 +177,12 @@ class MemberTable:
             if peer_id != self._own_id and entry.expires_at + shown_s <= now:
                 del self._entries[peer_id]
 
+    def forget(self, peer_ids: Iterable[bytes]) -> None:
+        """Drops some peers at once, without a tombstone: whoever keeps them out has to go on doing so."""
+        for peer_id in peer_ids:
+            if peer_id != self._own_id:
+                self._entries.pop(PeerId(peer_id), None)
+
     def members(self, now: float) -> list[Member]:
         """Everybody but us, those that left or were lost included."""
         return [self._member(entry, now) for peer_id, entry in self._entries.items() if peer_id != self._own_id]

@@ -11,7 +11,7 @@ import functools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Final
 
 import msgspec
@@ -118,8 +118,13 @@ def _methods(
     )
 
 
+Vouch = Callable[[Iterable[PeerId], PeerId], Awaitable[frozenset[PeerId]]]
+"""Which of some authors of records are in the run; the second argument is who sent the records."""
+
+
 class Membership:
-    """Our place in one run, and our view of the others. `addresses` is where we can be dialled.
+    """Our place in one run, and our view of the others. `addresses` is where we can be dialled. Records of peers
+    for which `vouch` does not vouch are left out.
 
     `on_duplicate` is called once if another running process turns out to use our identity.
     """
@@ -134,8 +139,10 @@ class Membership:
         rng: random.Random,
         addresses: Iterable[Address] = (),
         params: MembershipParams | None = None,
+        vouch: Vouch | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._vouch = vouch
         self._identity = identity
         self._run_id = run_id
         self._discovery = discovery
@@ -193,6 +200,10 @@ class Membership:
             for task in (self._keep_gossiping, self._keep_pushing, self._keep_in_touch):
                 nursery.start_soon(supervise, task, "membership")
             task_status.started()
+
+    def forget(self, peer_ids: Iterable[bytes]) -> None:
+        """Drops all that is known of some peers, because they are not in the run any more."""
+        self._table.forget(peer_ids)
 
     async def goodbye(self) -> None:
         """Tells some members and the discovery that we leave. Takes at most `goodbye_s`, also when cancelled."""
@@ -378,6 +389,10 @@ class Membership:
 
     async def _take(self, records: Iterable[AgedRecord], sender: PeerId) -> None:
         """Merges what a member sent. Raises `RecordInvalid` at the first invalid record."""
+        if self._vouch is not None:
+            records = list(records)
+            known = await self._vouch({aged.record.author() for aged in records}, sender)
+            records = [aged for aged in records if aged.record.author() in known]
         for number, aged in enumerate(records):
             if number % 8 == 7:
                 await trio.lowlevel.checkpoint()  # signatures take 0.2 ms each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,8 @@ def model_folder(folder: Path, state: dict[str, NDArray[np.float32]], config: di
 
 
 def test_a_run_is_signed_and_its_way_in_is_printed(tmp_path: Path) -> None:
-    result = create(tmp_path, 'name = "reading-group"', "--peer", "train.example.org:7766")
+    text = 'name = "reading-group"\n[admission]\nmode = "open"'
+    result = create(tmp_path, text, "--peer", "train.example.org:7766")
     assert result.exit_code == 0, result.output
     signed = read_manifest_file(tmp_path / "reading-group.run")
     (run_id_line, invite_line) = result.stdout.splitlines()
@@ -67,6 +69,20 @@ def test_a_run_is_signed_and_its_way_in_is_printed(tmp_path: Path) -> None:
     assert invite.reference.matches("reading-group", signed.creator, signed.run_id)
     assert "swarmtrain bootstrap" in result.stderr
     assert f"swarmtrain join '{invite}'" in result.stderr
+    assert not (tmp_path / "reading-group.door").exists()
+
+
+def test_a_run_is_by_invitation_and_its_door_is_private(tmp_path: Path) -> None:
+    result = create(tmp_path, 'name = "reading-group"')
+    assert result.exit_code == 0, result.output
+    signed = read_manifest_file(tmp_path / "reading-group.run")
+    assert signed.manifest.admission.mode == "invite"
+    door = tmp_path / "reading-group.door"
+    assert stat.S_IMODE(door.stat().st_mode) == 0o600
+    assert f"swarmtrain invite {tmp_path / 'reading-group.run'}" in result.stderr
+    before = door.read_bytes()
+    assert create(tmp_path, 'name = "reading-group"').exit_code == 0
+    assert door.read_bytes() == before  # what it admitted stays admitted
 
 
 def test_the_validation_text_lies_beside_as_the_blob_that_the_manifest_names(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_peer.addresses import Address
-from swarm_peer.identity import PeerId
+from swarm_peer.certificates import issue_ticket
+from swarm_peer.identity import Identity, PeerId
 
 from swarmtrain.errors import InviteError
 from swarmtrain.invite import MAX_INVITE_PEERS, Invite, parse_entry_point, parse_invite, resolve_target
@@ -51,7 +52,7 @@ def test_round_trip(name: str, mark: bytes, run_id: bytes, peers: list[tuple[Pee
         (str(INVITE) + "&peer=zz@host:1", "peer id of 64 hex"),
         (str(INVITE) + "\x1b[31m", "copy it again"),
         (str(INVITE) + "é", "copy it again"),
-        ("swarm://" + "a" * 5000, "more than 4096"),
+        ("swarm://" + "a" * 9000, "more than 8192"),
         (str(INVITE) + "".join(f"&peer=h{n}:1" for n in range(MAX_INVITE_PEERS)), "more than 16 peers"),
     ],
 )
@@ -93,3 +94,15 @@ def test_an_entry_point_is_a_dialable_address() -> None:
     assert parse_entry_point("host:1") == (None, Address("host", 1))
     with pytest.raises(InviteError, match="no address"):
         parse_entry_point("host")
+
+
+def test_a_ticket_travels_in_the_link_and_never_in_a_message() -> None:
+    run_id = bytes.fromhex("ab" * 32)
+    ticket = issue_ticket(Identity.generate(), (), run_id, bytes(range(32)), not_after=2_000_000_000)
+    link = str(Invite("my-run", "1f2e3d4c", run_id, (), ticket))
+    assert parse_invite(link).ticket == ticket
+    secret = link.partition("ticket=")[2]
+    for text in (link[:-8], link + "&ticket=" + secret, link.replace("ab" * 32, "cd" * 32), link + "!"):
+        with pytest.raises(InviteError) as caught:
+            parse_invite(text)
+        assert secret[:40] not in caught.value.message

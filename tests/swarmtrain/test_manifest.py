@@ -17,6 +17,7 @@ from swarmtrain.manifest import (
     MAX_MANIFEST_BYTES,
     PROTOCOL_VERSION,
     SIGNATURE_DOMAIN,
+    AdmissionSection,
     DataSection,
     GenesisSection,
     Manifest,
@@ -269,3 +270,18 @@ def test_run_references() -> None:
         assert str(reference) == text
     assert not parse_run_reference("reading-group@00000000").matches(*facts)
     assert not parse_run_reference("another").matches(*facts)
+
+
+def test_a_manifest_that_does_not_say_who_may_join_is_refused_in_words() -> None:
+    body = body_of(sign_manifest(manifest(), CREATOR).encode())
+    del body["admission"]
+    with pytest.raises(ManifestError, match="does not say who may join"):
+        decode_manifest(signed_json(body))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": "allowlist"}, {"mode": "open", "peers": ("00" * 32,)}, {"mode": "allowlist", "peers": ("00",)}]
+)
+def test_a_list_goes_with_its_mode_alone(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"admission\.peers"):
+        AdmissionSection(**fields)
