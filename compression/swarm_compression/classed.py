@@ -8,12 +8,11 @@ values.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,7 @@ from swarm_compression.wire import Reader, varint
 
 MAX_CLASSES = 32
 # Above this share of changed members a step for every member is the smaller form.
-_ALL_SHARE = 0.45
+_ALL_SHARE = 0.6
 # The compiled loops look at so many elements at once.
 _BLOCK = 64
 _ALL_ONES = np.uint64(2**64 - 1)
@@ -67,7 +66,7 @@ class _Class:
     high: int
     mode: Mode
     members: int = 0
-    ranks: list[Positions] = field(default_factory=list)
+    ranks: list[NDArray[np.signedinteger[Any]]] = field(default_factory=list)
     steps: list[Bits] = field(default_factory=list)
 
 
@@ -85,17 +84,21 @@ def _classes(thresholds: list[int], histogram: NDArray[np.float64]) -> list[_Cla
 
 def write_classed(
     chunks: Iterable[Slice],
+    base_changed: Bits,
     kind: DType,
     thresholds: list[int],
     histogram: NDArray[np.float64],
 ) -> bytes:
-    """Return the body of a CLASSED section: thresholds, then each class."""
+    """Return the body of a CLASSED section: thresholds, then each class.
+
+    `base_changed` are the old bits of all changed elements of `chunks`.
+    """
     classes = _classes(thresholds, histogram)
     inner = np.array(thresholds, np.uint8)
     class_numbers = np.searchsorted(inner, np.arange(256), side="right").astype(np.uint8)
     loops = kernels()
     if loops:
-        _collect_compiled(loops, chunks, kind, inner, classes)
+        _collect_compiled(loops, chunks, base_changed, kind, classes)
         return _write_classes(inner, classes)
     any_ranked = any(group.mode is Mode.CHANGES for group in classes)
     for chunk in chunks:
@@ -122,51 +125,53 @@ def _write_classes(inner: NDArray[np.uint8], classes: list[_Class]) -> bytes:
 
 
 def _collect_compiled(
-    loops: ModuleType, chunks: Iterable[Slice], kind: DType, inner: NDArray[np.uint8], classes: list[_Class]
+    loops: ModuleType, chunks: Iterable[Slice], base_changed: Bits, kind: DType, classes: list[_Class]
 ) -> None:
     """Fill ranks, steps and members of `classes`, as the NumPy loop of `write_classed` does."""
-    counters = _Counters(inner, kind)
+    counters = _Counters(classes, kind)
     is_collected = np.array([group.mode is Mode.ALL for group in classes])
     collected = np.flatnonzero(is_collected)
-    ranked = np.flatnonzero(~is_collected)
-    members = np.empty(SLICE_ELEMENTS if collected.size else 0, np.int64)
+    class_of = counters.class_numbers.take(context_of(base_changed, kind))
+    ends = np.cumsum(np.bincount(class_of, minlength=len(classes)))
+    slots = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
+    starts = slots.copy()  # the slots of collected classes stay empty
+    # A section has at most 2^26 elements.
+    ranks = np.empty(class_of.size, np.int32)
+    old_bits, new_bits = np.empty_like(base_changed), np.empty_like(base_changed)
+    members = np.empty((3, SLICE_ELEMENTS if collected.size else 0), kind.bits_dtype)
+    collections = []
     for chunk in chunks:
-        class_of = counters.class_numbers.take(context_of(chunk.base_changed, kind))
-        ends = np.cumsum(np.bincount(class_of, minlength=len(classes)))
-        slots = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
-        starts = slots.copy()
-        ranks, order = np.empty(class_of.size, np.int64), np.empty(class_of.size, np.int64)
-        at = []
         for offset, block in counters.blocks(chunk.base):
-            index = int(np.searchsorted(chunk.positions, offset))
             found = loops.rank_changes(
                 block,
-                inner,
+                counters.inner,
                 counters.class_numbers,
                 collected,
                 chunk.positions,
-                index,
+                chunk.new_changed,
+                int(np.searchsorted(chunk.positions, offset)) if offset else 0,
                 offset,
                 counters.totals,
                 slots,
                 ranks,
-                order,
+                old_bits,
+                new_bits,
                 counters.masks,
                 counters.contexts,
                 members,
             )
-            at.append(members[:found].copy())
-        steps = steps_between(chunk.new_changed, chunk.base_changed, kind).take(order)
-        for number in ranked:
-            part = slice(starts[number], ends[number])
-            classes[number].ranks.append(ranks[part])
-            classes[number].steps.append(steps[part])
-        if collected.size:
-            found_at = np.concatenate(at)
-            places, numbers = found_at >> 5, found_at & 31
-            moved = steps_between(chunk.new.take(places), chunk.base.take(places), kind)
-            for number in collected:
-                classes[number].steps.append(moved[numbers == number])
+            if found:
+                collections.append(members[:, :found].copy())
+    steps = steps_between(new_bits, old_bits, kind)
+    for group, is_whole, start, end in zip(classes, is_collected, starts, ends, strict=True):
+        if not is_whole:
+            group.ranks.append(ranks[start:end])
+            group.steps.append(steps[start:end])
+    if collections:
+        numbers, old, new = np.concatenate(collections, axis=1)
+        moved = steps_between(new, old, kind)
+        for number in collected:
+            classes[number].steps.append(moved[numbers == number])
     for group, size in zip(classes, counters.totals[:-1] - counters.totals[1:], strict=True):
         group.members = int(size)
 
@@ -174,7 +179,8 @@ def _collect_compiled(
 class _Counters:
     """What the compiled loops carry from slice to slice: how many elements reach each bound, and scratch."""
 
-    def __init__(self, inner: NDArray[np.uint8], kind: DType) -> None:
+    def __init__(self, classes: Sequence[_Class | _Decoded], kind: DType) -> None:
+        self.inner = inner = np.array([group.low for group in classes[1:]], np.uint8)
         self.class_numbers = np.searchsorted(inner, np.arange(256), side="right").astype(np.uint8)
         self.totals = np.zeros(inner.size + 2, np.int64)
         self.masks = np.zeros(inner.size + 2, np.uint64)
@@ -232,14 +238,20 @@ class _Decoded:
         return positions, steps
 
 
-def _apply_classes(classes: list[_Decoded], kind: DType, chunk: Bits) -> None:
-    """Bring one slice to its new values."""
+def _apply_classes(classes: list[_Decoded], kind: DType, parts: list[Bits]) -> None:
+    """Bring some slices, which are taken as one, to their new values."""
+    chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
     contexts = context_of(chunk, kind)
     for decoded in classes:
         if decoded.mode is Mode.UNCHANGED:
             continue
         positions, steps = decoded.next_changes(contexts)
         chunk[positions] = apply_steps(chunk.take(positions), steps, kind)
+    if len(parts) > 1:
+        start = 0
+        for part in parts:
+            part[:] = chunk[start : start + part.size]
+            start += part.size
 
 
 class _CompiledClasses:
@@ -247,8 +259,7 @@ class _CompiledClasses:
 
     def __init__(self, loops: ModuleType, classes: list[_Decoded], kind: DType) -> None:
         self._loops, self._classes, self._kind = loops, classes, kind
-        self._inner = np.array([decoded.low for decoded in classes[1:]], np.uint8)
-        self._counters = _Counters(self._inner, kind)
+        self._counters = _Counters(classes, kind)
         self._collected = np.flatnonzero([decoded.mode is Mode.ALL for decoded in classes])
         # A class of which all members are coded has no ranks; zeros keep its steps in line with the others'.
         ranks = [
@@ -267,7 +278,7 @@ class _CompiledClasses:
         for offset, block in counters.blocks(chunk):
             enough = self._loops.apply_ranked(
                 block,
-                self._inner,
+                counters.inner,
                 self._collected,
                 counters.totals,
                 self._due,
@@ -283,6 +294,9 @@ class _CompiledClasses:
                 raise CorruptPatch("fewer steps than members of a class")
             if block.size > chunk.size - offset:
                 chunk[offset:] = block[: chunk.size - offset]
+
+    def finish(self) -> None:
+        """Tell each class how many of its steps were applied."""
         for decoded, slot, end in zip(self._classes, self._slots, self._ends, strict=True):
             decoded.at = decoded.steps.size - int(end - slot)
 
@@ -296,16 +310,15 @@ def apply_classed(
     classes = _read_classes(reader, section, kind, limits)
     spans, targets = place
     loops = kernels() if kind.width < 8 else None
-    apply = _CompiledClasses(loops, classes, kind).apply if loops else partial(_apply_classes, classes, kind)
-    for group in _groups(spans):
-        parts = [targets[span.tensor][span.start : span.stop] for span in group]
-        chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        apply(chunk)
-        if len(parts) > 1:
-            start = 0
-            for part in parts:
-                part[:] = chunk[start : start + part.size]
-                start += part.size
+    if loops:
+        compiled = _CompiledClasses(loops, classes, kind)
+        for span in spans:
+            compiled.apply(targets[span.tensor][span.start : span.stop])
+        compiled.finish()
+    else:
+        for group in _groups(spans):
+            parts = [targets[span.tensor][span.start : span.stop] for span in group]
+            _apply_classes(classes, kind, parts)
     if any(decoded.at != decoded.steps.size for decoded in classes):
         raise CorruptPatch("more changes than members of a class")
 

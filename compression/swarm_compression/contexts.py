@@ -22,8 +22,9 @@ SYMBOLS = 64
 _CLASS_BITS = 1000.0
 # Finding one member by its rank costs about so many times what listing a member does.
 _SELECT_COST = 150
-_SAMPLE_ELEMENTS = 1 << 19
-_SAMPLE_CHANGES = 1 << 18
+_SAMPLE_ELEMENTS = 1 << 17
+_SAMPLE_CHANGES = 1 << 15
+_RUN_ELEMENTS = 1 << 10
 # NumPy 1.26 cannot count bits; a slower way gives the same result there.
 _HAS_BIT_COUNT = hasattr(np, "bitwise_count")
 
@@ -95,14 +96,12 @@ def choose_thresholds(histogram: NDArray[np.float64], most: int) -> list[int]:
     used = np.flatnonzero(histogram.sum(axis=1))
     if used.size < 2:
         return []
+    histogram = histogram[:, histogram.any(axis=0)]
     sums = np.concatenate((np.zeros((1, histogram.shape[1])), np.cumsum(histogram[used], axis=0)))
     cost = np.full((used.size + 1, used.size + 1), np.inf)
     for start in range(used.size):
         counts = sums[start + 1 :] - sums[start]
-        totals = counts.sum(axis=1, keepdims=True)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            bits = np.where(counts > 0, counts * (np.log2(totals) - np.log2(counts)), 0.0)
-        cost[start, start + 1 :] = bits.sum(axis=1) + _CLASS_BITS
+        cost[start, start + 1 :] = _x_log2_x(counts.sum(axis=1)) - _x_log2_x(counts).sum(axis=1) + _CLASS_BITS
     best = cost[0].copy()
     cuts: list[list[int]] = [[] for _ in range(used.size + 1)]
     for _ in range(most - 1):
@@ -121,14 +120,18 @@ def choose_thresholds(histogram: NDArray[np.float64], most: int) -> list[int]:
     return [int(used[cut]) for cut in cuts[used.size]]
 
 
-def context_histogram(base: list[Bits], base_changed: Bits, new_changed: Bits, kind: DType) -> NDArray[np.float64]:
+def _x_log2_x(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(counts * np.log2(np.maximum(counts, 1e-9)))
+
+
+def context_histogram(base: list[Bits], new_changed: Bits, base_changed: Bits, kind: DType) -> NDArray[np.float64]:
     """Estimate the histogram that `choose_thresholds` wants, from a sample of the elements and of the changes.
 
     `base` are the slices of the section; the other two hold the bits of its changed elements.
     """
     elements = sum(part.size for part in base)
     stride = max(elements // _SAMPLE_ELEMENTS, 1)
-    sample = context_of(np.concatenate([part[::stride] for part in base]), kind)
+    sample = context_of(np.concatenate([_sample(part, stride) for part in base]), kind)
     population = np.bincount(sample, minlength=256) * (elements / sample.size)
     every = max(base_changed.size // _SAMPLE_CHANGES, 1)
     old, new = base_changed[::every], new_changed[::every]
@@ -137,3 +140,12 @@ def context_histogram(base: list[Bits], base_changed: Bits, new_changed: Bits, k
     histogram = flat.reshape(256, SYMBOLS) * (base_changed.size / old.size)
     histogram[:, 0] = np.maximum(population - histogram.sum(axis=1), 0)
     return np.asarray(histogram, np.float64)
+
+
+def _sample(part: Bits, stride: int) -> Bits:
+    """Return about one in `stride` elements: whole runs of a long slice, so that few cache lines are touched."""
+    period = stride * _RUN_ELEMENTS
+    periods = part.size // period
+    if stride == 1 or not periods:
+        return part[::stride]
+    return np.asarray(part[: periods * period].reshape(periods, period)[:, :_RUN_ELEMENTS].reshape(-1))

@@ -90,47 +90,59 @@ def rank_changes(
     class_of: Array,
     collected: Array,
     positions: Array,
+    new_changed: Array,
     index: int,
     offset: int,
     totals: Array,
     slots: Array,
     ranks: Array,
-    order: Array,
+    old_bits: Array,
+    new_bits: Array,
     masks: Array,
     contexts: Array,
     members: Array,
 ) -> int:
     """Rank the changes of one slice among the members of their classes; return the number of collected members.
 
-    `base` are the old bits, a multiple of 64 elements, from position `offset` of the slice on; `bounds` (uint8) the
-    lower bounds of classes 1 … t and `class_of` the class of each context. `positions`, from the one with number
-    `index` on, are those of the changes. Change `n` goes to the next slot of its class, in `slots`: `ranks[slot]` is
-    its rank, `order[slot]` is `n`. `totals` (t + 2 counts) carries over from slice to slice how many elements reach
-    each bound. Members of the classes listed in `collected` go to `members`, as position * 32 + class. `masks` (t + 2,
-    uint64) is scratch but for the last, 0, and the first, which tells the elements of a block that count: all but in
-    the last block of a slice. `contexts` (64, uint8) is scratch.
+    `base` are the old bits, a multiple of 64 elements, from position `offset` of the slice on; `bounds` (uint8) the lower bounds of classes 1 … t and `class_of` the class of each context.
+    `positions` and `new_changed` are those of the slice's changes, of which `index` is the first to look at. A change
+    goes to the next slot of its class, in `slots`: its rank to `ranks`, its bits to `old_bits` and `new_bits`.
+    `totals` (t + 2 counts) carries over from slice to slice how many elements reach each bound. Members of the classes
+    listed in `collected` go to the columns of `members` (3, as many as `base`): class, old and new bits. `masks`
+    (t + 2, uint64) is scratch but for the last, 0, and the first, which tells the elements of a block that count: all
+    but in the last block of a slice. `contexts` (64, uint8) is scratch.
     """
     found = 0
     for start in range(0, base.size, LANES):
         fill_contexts(base, start, contexts)
         for number in range(bounds.size):
             masks[number + 1] = at_least(contexts, 0, bounds[number])
+        inside = as_mask(0)
+        for entry in range(collected.size):
+            inside |= masks[collected[entry]] & ~masks[collected[entry] + 1]
+        before = found
+        left = inside
+        while left != 0:
+            lane = lowest_one(left)
+            members[0, found] = class_of[contexts[lane]]
+            members[1, found] = base[start + lane]
+            members[2, found] = base[start + lane]
+            found += 1
+            left &= left - as_mask(1)
         while index < positions.size and positions[index] - offset < start + LANES:
             lane = positions[index] - offset - start
             number = class_of[contexts[lane]]
-            below = masks[number] & ~masks[number + 1] & ((as_mask(1) << as_mask(lane)) - as_mask(1))
-            slot = slots[number]
-            slots[number] = slot + 1
-            ranks[slot] = totals[number] - totals[number + 1] + count_ones(below)
-            order[slot] = index
+            lower = (as_mask(1) << as_mask(lane)) - as_mask(1)
+            if (inside >> as_mask(lane)) & as_mask(1):
+                members[2, before + count_ones(inside & lower)] = new_changed[index]
+            else:
+                slot = slots[number]
+                slots[number] = slot + 1
+                below = masks[number] & ~masks[number + 1] & lower
+                ranks[slot] = totals[number] - totals[number + 1] + count_ones(below)
+                old_bits[slot] = base[start + lane]
+                new_bits[slot] = new_changed[index]
             index += 1
-        for entry in range(collected.size):
-            number = collected[entry]
-            inside = masks[number] & ~masks[number + 1]
-            while inside != 0:
-                members[found] = (offset + start + lowest_one(inside)) * 32 + number
-                found += 1
-                inside &= inside - as_mask(1)
         totals[0] += count_ones(masks[0])
         for number in range(bounds.size):
             totals[number + 1] += count_ones(masks[number + 1])

@@ -37,7 +37,7 @@ Progress = Callable[[int], None]
 EFFORTS = {"fast": Effort(1), "default": Effort(8), "best": Effort(24)}
 # A section is closed when it holds this many coded symbols or elements: large enough that the tables of the
 # entropy coder weigh nothing, small enough that the working memory does too.
-SECTION_SYMBOLS = 1 << 18
+SECTION_SYMBOLS = 1 << 17
 SECTION_ELEMENTS = 1 << 24
 # Fewer elements than this do not open a section of their own because they are dense or sparse.
 MIN_SECTION = 4096

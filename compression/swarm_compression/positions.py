@@ -25,7 +25,7 @@ def gap_width(count: int, population: int) -> int:
     return 1 if count * 280 >= population else 2
 
 
-def write_gaps(positions: NDArray[np.int64], population: int) -> bytes:
+def write_gaps(positions: NDArray[np.signedinteger[Any]], population: int) -> bytes:
     """Encode ascending `positions` below `population`: symbol width, number of symbols, planes."""
     width = gap_width(positions.size, population)
     symbols = encode_gaps(positions, width)

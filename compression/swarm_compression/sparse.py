@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from swarm_compression.acceleration import kernels
 from swarm_compression.classed import apply_classed, write_classed
@@ -111,6 +110,13 @@ class Pending:
     def symbols(self) -> int:
         return self.elements if self.visible > DENSE_SHARE * self.elements else self.visible
 
+    def changed(self) -> tuple[Bits, Bits]:
+        """Return the new and the old bits of all changed elements."""
+        return (
+            np.concatenate([piece.new_changed for piece in self.pieces]),
+            np.concatenate([piece.base_changed for piece in self.pieces]),
+        )
+
     def chunks(self) -> Iterator[Piece]:
         """Yield the slices, small ones joined to about `SLICE_ELEMENTS`."""
         group: list[Piece] = []
@@ -132,10 +138,13 @@ def write_patch_section(pending: Pending, effort: Effort) -> bytes:
         return write_section(Kind.SPARSE, pending.elements, 0, b"")
     is_dense = pending.visible > DENSE_SHARE * pending.elements
     if not effort.absolute and effort.classes > 1 and kind.exponent_bits and pending.visible >= _MIN_CLASSED:
-        histogram = _histogram(pending)
+        changed = pending.changed()
+        histogram = context_histogram([piece.base for piece in pending.pieces], *changed, kind)
         thresholds = choose_thresholds(histogram, effort.classes)
         if thresholds:
-            body = write_classed(pending.chunks(), kind, thresholds, histogram)
+            # Compiled loops take slices of any length; for NumPy small ones are joined.
+            slices = pending.pieces if kernels() else pending.chunks()
+            body = write_classed(slices, changed[1], kind, thresholds, histogram)
             if not is_dense or len(body) < _plain_bytes(pending):
                 return write_section(Kind.CLASSED, pending.elements, pending.visible, body)
     form = Kind.SPARSE
@@ -156,24 +165,14 @@ def _plain_bytes(pending: Pending) -> float:
     return 0.66 * pending.elements * pending.kind.width
 
 
-def _histogram(pending: Pending) -> NDArray[np.float64]:
-    return context_histogram(
-        [piece.base for piece in pending.pieces],
-        np.concatenate([piece.base_changed for piece in pending.pieces]),
-        np.concatenate([piece.new_changed for piece in pending.pieces]),
-        pending.kind,
-    )
-
-
 def _write_sparse(pending: Pending, effort: Effort) -> bytes:
     starts = np.cumsum([0] + [piece.new.size for piece in pending.pieces[:-1]])
     positions = np.concatenate([piece.positions + start for piece, start in zip(pending.pieces, starts, strict=True)])
-    new = np.concatenate([piece.new_changed for piece in pending.pieces])
+    new, base = pending.changed()
     form = ABSOLUTE_VALUES if effort.absolute else STEP_VALUES
     body = bytes([form]) + write_gaps(positions, pending.elements)
     if effort.absolute:
         return body + write_planes(split_float(new, pending.kind))
-    base = np.concatenate([piece.base_changed for piece in pending.pieces])
     return body + write_steps(steps_between(new, base, pending.kind))
 
 
