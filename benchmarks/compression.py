@@ -4,7 +4,7 @@
 
 Trains a 10M-parameter language model (FP32 master weights, BF16 snapshots) on the source text of Python's standard
 library, then goes on from the same point with each learning rate and takes snapshots after 1, 8 and 50 steps. What is
-measured are the differences between those snapshots. One thread; about eight minutes (`--quick`: two).
+measured are the differences between those snapshots. One thread; a quarter of an hour (`--quick`: five minutes).
 
 Rivals, each written in a few lines below, as other public systems do it:
     int32 + values          raw positions and new values (verl, vLLM, TRL): 6 bytes per change
@@ -36,6 +36,7 @@ import numpy as np
 import swarm_compression as sc
 import torch
 import zstandard
+from swarm_compression import acceleration
 from swarm_compression.contexts import context_of
 from swarm_compression.floats import to_float32
 from swarm_compression.steps import steps_between
@@ -213,11 +214,12 @@ def floors(new: State, base: State) -> tuple[float, float]:
 
 
 def fastest(work: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    """Return the least processor time of some runs (other programs take wall time, and spoil caches, but no more)."""
     best = math.inf
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         result = work()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best, result
 
 
@@ -297,9 +299,17 @@ def measure_speed(base: State, new: State, repeats: int) -> list[dict[str, Any]]
     add("copy", copy_s)
     hash_s, _ = fastest(lambda: sc.state_hash(base), repeats)
     add("state hash (BLAKE3)", hash_s)
-    for level in ("fast", "default", "best"):
-        for what, seconds, peak in time_level(new, base, targets, level, repeats):
-            add(f"patch {level}: {what}", seconds, peak_memory=peak / size)
+    for compiled in (False, True):
+        if acceleration.use_compiled(compiled) is not compiled:
+            print("\nnumba is not installed: the speed of compiled loops is left out", flush=True)
+            break
+        for level in ("fast", "default", "best"):
+            if compiled:
+                time_level(new, base, targets, level, 1)  # until now it is not
+            copy_s = min(copy_s, fastest(copy, repeats)[0])
+            for what, seconds, peak in time_level(new, base, targets, level, repeats):
+                loops = "numba" if compiled else "NumPy"
+                add(f"{loops}, {level}: {what}", seconds, peak_memory=peak / size)
     layout = sc.Layout.of(base)
     seconds, data = fastest(lambda: sc.encode_dense(base), repeats)
     add("dense: encode", seconds, share=len(data) / size)
@@ -486,10 +496,15 @@ def main() -> None:
     deltas = make_deltas(40 if options.quick else 150, rates)
     sizes = measure_sizes(deltas)
     print_sizes(sizes)
-    # The density nearest to 1 %: where the speed goals are stated.
-    chosen = min(sizes, key=lambda row: abs(math.log(row["density"] / 0.012)))
-    speed = measure_speed(*deltas[chosen["lr"], chosen["steps"]], repeats=2 if options.quick else 4)
-    print_speed(speed, chosen["density"])
+    # The densities nearest to 1 % and 2 %: where the speed goals are stated.
+    speed = []
+    for goal in (0.01, 0.02):
+        chosen = min(sizes, key=lambda row, goal=goal: abs(math.log(row["density"] / goal)))
+        if any(row["density"] == chosen["density"] for row in speed):
+            continue
+        rows = measure_speed(*deltas[chosen["lr"], chosen["steps"]], repeats=2 if options.quick else 4)
+        print_speed(rows, chosen["density"])
+        speed += [{**row, "density": chosen["density"]} for row in rows]
     lossy = measure_lossy(*deltas[rates[-1], 50])
     print_lossy(lossy, rates[-1], 50)
     if options.json:

@@ -104,13 +104,14 @@ def rank_changes(
 ) -> int:
     """Rank the changes of one slice among the members of their classes; return the number of collected members.
 
-    `base` are the old bits, a multiple of 64 elements, from position `offset` of the slice on; `bounds` (uint8) the lower bounds of classes 1 … t and `class_of` the class of each context.
-    `positions` and `new_changed` are those of the slice's changes, of which `index` is the first to look at. A change
-    goes to the next slot of its class, in `slots`: its rank to `ranks`, its bits to `old_bits` and `new_bits`.
-    `totals` (t + 2 counts) carries over from slice to slice how many elements reach each bound. Members of the classes
-    listed in `collected` go to the columns of `members` (3, as many as `base`): class, old and new bits. `masks`
-    (t + 2, uint64) is scratch but for the last, 0, and the first, which tells the elements of a block that count: all
-    but in the last block of a slice. `contexts` (64, uint8) is scratch.
+    `base` are the old bits, a multiple of 64 elements, from position `offset` of the slice on; `bounds` (uint8) the
+    lower bounds of classes 1 … t and `class_of` the class of each context. `positions` and `new_changed` are those of
+    the slice's changes, of which `index` is the first to look at. A change goes to the next slot of its class, in
+    `slots`: its rank to `ranks`, its bits to `old_bits` and `new_bits`. `totals` (t + 2 counts) carries over from slice
+    to slice how many elements reach each bound. Members of the classes listed in `collected` go to the columns of
+    `members` (3, as many as `base`) instead: class, old and new bits. `masks` (t + 2, uint64) is scratch but for the
+    last, 0, and the first, which tells the elements of a block that count: all but in the last block of a slice.
+    `contexts` (64, uint8) is scratch.
     """
     found = 0
     for start in range(0, base.size, LANES):
