@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,16 @@ def patch() -> None:
     help="Speed against size.",
 )
 @click.option("--absolute", is_flag=True, help="Hold new values: larger, but may be applied twice.")
-def diff(old: Path, new: Path, output: Path, level: Any, absolute: bool) -> None:  # noqa: ANN401
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the two files are compared; the patch is the same.",
+)
+def diff(old: Path, new: Path, output: Path, level: Any, absolute: bool, device: str) -> None:  # noqa: ANN401
     """Write what turns OLD into NEW, exact to the bit."""
-    from swarm_compression import LayoutMismatch, describe, stream_patch
+    from swarm_compression import LayoutMismatch, describe
 
     from swarmtrain.durable import write_durably
 
@@ -56,17 +63,8 @@ def diff(old: Path, new: Path, output: Path, level: Any, absolute: bool) -> None
         new_digest = _digest(target, layout, f"reading {new}")
         with _bar(layout.elements, "comparing") as advance, _disk_errors(output):
             try:
-                pieces = stream_patch(
-                    target,
-                    base,
-                    level=level,
-                    layout=layout,
-                    absolute=absolute,
-                    new_digest=new_digest,
-                    base_digest=base_digest,
-                    on_progress=advance,
-                )
-                write_durably(output, pieces)
+                options = {"level": level, "absolute": absolute, "new_digest": new_digest, "base_digest": base_digest}
+                write_durably(output, _compare(base, target, layout, device, on_progress=advance, **options))
             except LayoutMismatch as error:
                 raise Incompatible(one_line(f"{old} and {new}: {error}")) from None
     info = describe(output.read_bytes())
@@ -193,6 +191,27 @@ def _require_same_tensors(left: Layout, right: Layout, old: Path, new: Path) -> 
                     f"tensor {a.name!r} is {a.dtype} {list(a.shape)} in {old}, but {b.dtype} {list(b.shape)} in {new}"
                 )
             )
+
+
+def _compare(
+    base: State,
+    new: State,
+    layout: Layout,
+    device: str,
+    *,
+    on_progress: Callable[[int], None],
+    **options: Any,  # noqa: ANN401
+) -> Iterator[bytes]:
+    """Yields the patch, compared by NumPy on the CPU and by torch anywhere else."""
+    from swarm_compression import stream_changes, stream_patch
+
+    if device == "cpu":
+        return stream_patch(new, base, layout=layout, on_progress=on_progress, **options)
+
+    from swarmtrain.tensor_diff import find_changes_of_state
+
+    changes = find_changes_of_state(new, base, layout, device, on_progress=on_progress)
+    return stream_changes(base, changes, layout=layout, **options)
 
 
 def _digest(state: State, layout: Layout, label: str) -> Digest:

@@ -19,7 +19,17 @@ PACKAGES = {
 MODULES = [(package, path) for package, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 
 # Modules of swarmtrain that run torch; everything else is the command line's or the node process's and must not.
-TORCH_SIDE = {"checkpoint", "evaluation", "mixing", "model", "replica", "sampling", "trainer", "trainer_state"}
+TORCH_SIDE = {
+    "checkpoint",
+    "evaluation",
+    "mixing",
+    "model",
+    "replica",
+    "sampling",
+    "tensor_diff",
+    "trainer",
+    "trainer_state",
+}
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml", "hivemind"}
 # The one module that may: a process of its own, never imported by the node.

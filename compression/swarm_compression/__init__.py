@@ -5,6 +5,7 @@
 """
 
 from swarm_compression.blocks import decode_blocks, encode_blocks
+from swarm_compression.changes import Changes, stream_changes
 from swarm_compression.codecs import BlockCodec, DenseCodec, PatchCodec, Promise, TopKCodec, WeightCodec
 from swarm_compression.container import Codec, PatchInfo, describe
 from swarm_compression.dense import decode_dense, encode_dense, stream_dense
@@ -27,6 +28,7 @@ from swarm_compression.top_k import Sparse, decode_top_k, displacement_layout, e
 __all__ = [
     "DEFAULT_LIMITS",
     "BlockCodec",
+    "Changes",
     "Codec",
     "CodecError",
     "CorruptPatch",
@@ -65,6 +67,7 @@ __all__ = [
     "hash_tensor",
     "layout_hash",
     "state_hash",
+    "stream_changes",
     "stream_dense",
     "stream_patch",
 ]

@@ -27,8 +27,8 @@ from swarm_compression.container import (
 from swarm_compression.digest import Digest, digest_state, tensor_hash
 from swarm_compression.errors import CorruptPatch, WrongBase
 from swarm_compression.limits import DEFAULT_LIMITS, Limits
-from swarm_compression.spans import Cursor, slices
-from swarm_compression.sparse import Effort, Pending, apply_section, compare, write_patch_section
+from swarm_compression.spans import Cursor, Span, slices
+from swarm_compression.sparse import Effort, Pending, Piece, apply_section, compare, write_patch_section
 from swarm_compression.tensors import Bits, Layout, State, check_same_tensors, flat_bits
 from swarm_compression.wire import Reader
 
@@ -93,6 +93,27 @@ def stream_patch(
     prepare(layout.elements)
     new_digest = new_digest or digest_state(new, layout)
     base_digest = base_digest or digest_state(base, layout)
+
+    def look(span: Span) -> Piece:
+        part = slice(span.start, span.stop)
+        return compare(new_bits[span.tensor][part], base_bits[span.tensor][part])
+
+    yield from write_patch(
+        layout, new_digest, base_digest, look, level=level, absolute=absolute, on_progress=on_progress
+    )
+
+
+def write_patch(
+    layout: Layout,
+    new_digest: Digest,
+    base_digest: Digest,
+    look: Callable[[Span], Piece],
+    *,
+    level: Level,
+    absolute: bool,
+    on_progress: Progress | None,
+) -> Iterator[bytes]:
+    """Yield a patch of what `look` finds, which is asked for each slice of the tensors that changed, in order."""
     table = make_table(layout, new_digest.tensor_hashes, base_digest.tensor_hashes)
     header = Header(
         Codec.PATCH,
@@ -107,10 +128,10 @@ def stream_patch(
     effort = dataclasses.replace(EFFORTS[level], absolute=absolute)
     pending: Pending | None = None
     for span in slices(layout, table.coded):
-        kind, part = layout[span.tensor].kind, slice(span.start, span.stop)
+        kind = layout[span.tensor].kind
         if on_progress:
             on_progress(span.elements)
-        piece = compare(new_bits[span.tensor][part], base_bits[span.tensor][part])
+        piece = look(span)
         if pending and (
             pending.kind is not kind
             or pending.symbols >= SECTION_SYMBOLS
