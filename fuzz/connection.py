@@ -25,6 +25,7 @@ from swarm_peer.dht import (
     StoreRecord,
     StoreReply,
 )
+from swarm_peer.dial_back import DIAL_BACK, DialBackReply, DialBackRequest, Outcome
 from swarm_peer.errors import BlobInvalid, ProtocolError, RecordInvalid
 from swarm_peer.frames import FrameDecoder, FrameType, encode_frame
 from swarm_peer.identity import Identity, PeerId
@@ -223,7 +224,7 @@ def encode_messages(methods: list[tuple[Method[Any, Any], bool]], values: list[o
 @cache
 def _peer_methods() -> list[tuple[Method[Any, Any], bool]]:
     exchange, trade, page = membership._methods(RUN_ID)
-    return both_ways([PING, FIND_NODES, FIND_RECORDS, STORE, DESCRIPTOR, CHUNK, exchange, trade, page])
+    return both_ways([PING, FIND_NODES, FIND_RECORDS, STORE, DESCRIPTOR, CHUNK, exchange, trade, page, DIAL_BACK])
 
 
 def _peer_message_seeds() -> dict[str, bytes]:
@@ -246,6 +247,8 @@ def _peer_message_seeds() -> dict[str, bytes]:
         membership.TradeReply((member,)),
         membership.ListRequest(b""),
         membership.ListReply(1, (member,)),
+        DialBackRequest(7000, bytes(16), bytes(16)),
+        DialBackReply(Outcome.REACHED, "192.0.2.7", 51000),
     ]
     return encode_messages(_peer_methods(), values)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz import bridge, codecs, connection, training
+from fuzz import bridge, codecs, connection, discovery, training
 from fuzz.target import Target
 
 TARGETS: dict[str, Target] = {
-    target.name: target for family in (codecs, connection, training, bridge) for target in family.TARGETS
+    target.name: target for family in (bridge, codecs, connection, discovery, training) for target in family.TARGETS
 }
 CORPUS = Path(__file__).parent / "corpus"
 
