@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz import bridge, codecs, connection, discovery, training
+from fuzz import admission, bridge, codecs, connection, discovery, training
 from fuzz.target import Target
 
 TARGETS: dict[str, Target] = {
-    target.name: target for family in (bridge, codecs, connection, discovery, training) for target in family.TARGETS
+    target.name: target
+    for family in (admission, bridge, codecs, connection, discovery, training)
+    for target in family.TARGETS
 }
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -13,6 +13,7 @@ from swarm_peer.errors import ProtocolError
 from swarm_peer.identity import Identity
 from swarm_peer.rpc import Method
 
+from fuzz.admission import ticket
 from fuzz.connection import CONTACT, RUN_ID, both_ways, decode_message, encode_messages
 from fuzz.target import Target
 from swarmtrain import control
@@ -191,6 +192,7 @@ def _invite_seeds() -> dict[str, bytes]:
     return {
         "peers": str(Invite("reading-group", mark, RUN_ID, entries)).encode(),
         "alone": str(Invite("reading-group", mark, RUN_ID)).encode(),
+        "ticket": str(Invite("reading-group", mark, RUN_ID, entries[:1], ticket())).encode(),
     }
 
 
