@@ -34,6 +34,7 @@ from swarm_peer.errors import (
     Unreachable,
     sanitise,
 )
+from swarm_peer.host_bans import HostBans
 from swarm_peer.identity import Identity, PeerId, short
 from swarm_peer.lanes import LANE_IDLE_S, Lanes
 from swarm_peer.mux import ByeCode
@@ -68,7 +69,8 @@ class EndpointLimits:
     max_inbound_per_host: int = 16
     max_outbound: int = 512
     max_connections_per_peer: int = 4
-    violation_ban_s: float = 600.0
+    violation_ban_s: float = 3600.0
+    violation_host_ban_s: float = 600.0
     served_memory_bytes: int = 256 * 1024 * 1024
     upload_bytes_per_s: float | Literal["auto"] | None = None
     download_bytes_per_s: float | None = None
@@ -112,6 +114,7 @@ class Endpoint:
         self._lanes = Lanes(self._limits.max_connections // 2)
         self._dials: dict[PeerId, _Dial] = {}
         self._bans: dict[PeerId, tuple[float, str]] = {}
+        self._host_bans = HostBans()
         self._past_sent = 0
         self._past_received = 0
         self._calls = 0
@@ -445,7 +448,8 @@ class Endpoint:
         await self._supervise(self._adopt_lane(channel) if is_lane else self._adopt(channel, is_dialer=False))
 
     def _reason_to_refuse(self, channel: Channel) -> ByeCode | None:
-        if self._ban_of(channel.remote) is not None:
+        host = channel.remote_address.host
+        if self._ban_of(channel.remote) is not None or self._host_bans.is_banned(host, trio.current_time()):
             self._drops["refused-banned"] += 1
             return ByeCode.BANNED
         if channel.is_lane and not (self._usable(channel.remote) and self._lanes.has_room(channel.remote)):
@@ -512,6 +516,8 @@ class Endpoint:
                 logger.warning("peer %s at %s: %s", short(channel.remote), channel.remote_address, end)
                 if self._limits.violation_ban_s > 0:
                     self.ban(channel.remote, str(end), self._limits.violation_ban_s)
+                    until = trio.current_time() + self._limits.violation_host_ban_s
+                    self._host_bans.ban(channel.remote_address.host, until)
         except Exception:
             self._drops["crash"] += 1
             logger.exception("the connection to %s failed", short(channel.remote))

@@ -28,6 +28,7 @@ from swarm_peer.errors import (
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.raw import GREETING, GreetingHandler, RawConnection
 from swarm_peer.reusable_port import connect_reusably, open_simultaneously
+from swarm_peer.routing import is_local
 from swarm_peer.tcp_info import set_congestion_control
 from swarm_peer.tls import PREAMBLE_MAGIC, Credentials, TlsStream
 from swarm_peer.transport import Channel
@@ -227,8 +228,15 @@ class TlsTransport:
         return None
 
 
+def _rationed_as(host: str, group: str) -> str:
+    """What shares one ration of new connections: a public IPv4 /24, as a stranger may own it all; else the host."""
+    if is_local(host) or ":" in group or "." not in group:
+        return group
+    return group.rpartition(".")[0]
+
+
 class AcceptGate:
-    """Counts those who are not yet authenticated, and rations new connections per host."""
+    """Counts those who are not yet authenticated, and rations new connections per host and network."""
 
     def __init__(self, limits: AcceptLimits) -> None:
         self._limits = limits
@@ -243,7 +251,7 @@ class AcceptGate:
         if not (self._limits.loopback_is_exempt and group == LOOPBACK):
             if self._knocking[group] >= self._limits.max_unauthenticated_per_host:
                 return "too-many-unauthenticated"
-            if not self._take_token(group, now):
+            if not self._take_token(_rationed_as(host, group), now):
                 return "rate"
         self._knocking[group] += 1
         return None

@@ -4,7 +4,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 
 import msgspec
@@ -739,5 +739,29 @@ def test_an_idle_endpoint_does_nothing_between_probes() -> None:
             await trio.sleep(20)
             assert steps.count < 60, "one probe and its answer"
             trio.lowlevel.remove_instrument(steps)
+
+    run_virtual(scenario)
+
+
+@pytest.mark.parametrize(("host", "is_refused"), [("8.8.8.8", True), ("10.0.0.9", False)])
+def test_after_a_violation_the_public_address_waits_too(host: str, is_refused: bool) -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork()
+        alice = Endpoint(identity(1), network.transport(identity(1), "10.0.0.1"))
+        other = Endpoint(identity(3), network.transport(identity(3), host))
+        async with trio.open_nursery() as nursery:
+            [address] = await nursery.start(alice.run, [Address("10.0.0.1", 4000)])
+            await nursery.start(other.run, [])
+            channel = await network.transport(identity(2), host).dial(address, None, 5.0)
+            await channel.stream.send_all(bytes([255]) * 12)
+            while await channel.stream.receive_some():
+                pass
+            contact = Contact(alice.peer_id, (address,))
+            alice.handle(DOUBLE, double)
+            with pytest.raises(Disconnected, match="banned") if is_refused else nullcontext():
+                assert await other.call(contact, DOUBLE, Number(2)) == Number(4)
+            await trio.sleep(600)
+            assert await other.call(contact, DOUBLE, Number(2)) == Number(4)
+            nursery.cancel_scope.cancel()
 
     run_virtual(scenario)
