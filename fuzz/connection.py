@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from swarm_peer import membership
+from swarm_peer import membership_messages
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.blob_store import Descriptor, blob_id_of, decode_descriptor, describe, encode_descriptor
 from swarm_peer.blobs import CHUNK, DESCRIPTOR, ChunkRequest, DescriptorRequest
@@ -223,7 +223,7 @@ def encode_messages(methods: list[tuple[Method[Any, Any], bool]], values: list[o
 
 @cache
 def _peer_methods() -> list[tuple[Method[Any, Any], bool]]:
-    exchange, trade, page = membership._methods(RUN_ID)
+    exchange, trade, page = membership_messages.methods_of(RUN_ID)
     return both_ways([PING, FIND_NODES, FIND_RECORDS, STORE, DESCRIPTOR, CHUNK, exchange, trade, page, DIAL_BACK])
 
 
@@ -241,12 +241,12 @@ def _peer_message_seeds() -> dict[str, bytes]:
         StoreReply(PutOutcome.STORED, None),
         DescriptorRequest(RUN_ID, 1000),
         ChunkRequest(RUN_ID, 3),
-        membership.Exchange((digest,), True, (member,)),
-        membership.ExchangeReply((), (IDENTITY.peer_id,), (digest,)),
-        membership.Trade((member,), (IDENTITY.peer_id,)),
-        membership.TradeReply((member,)),
-        membership.ListRequest(b""),
-        membership.ListReply(1, (member,)),
+        membership_messages.Exchange((digest,), True, (member,)),
+        membership_messages.ExchangeReply((), (IDENTITY.peer_id,), (digest,)),
+        membership_messages.Trade((member,), (IDENTITY.peer_id,)),
+        membership_messages.TradeReply((member,)),
+        membership_messages.ListRequest(b""),
+        membership_messages.ListReply(1, (member,)),
         DialBackRequest(7000, bytes(16), bytes(16)),
         DialBackReply(Outcome.REACHED, "192.0.2.7", 51000),
     ]

@@ -194,5 +194,7 @@ class Kademlia:
         """Pings the contact that was silent the longest, and lets old records go."""
         while True:
             await trio.sleep(self._params.check_s * self._rng.uniform(0.9, 1.1))
-            self.store.expire(trio.current_time())
-            self._neighbours.check_least_recent(trio.current_time())
+            now = trio.current_time()
+            self.store.expire(now)
+            self.table.forget_replacements(now - self._params.record_ttl_s)
+            self._neighbours.check_least_recent(now)

@@ -8,13 +8,17 @@ lookup ends
 - when every path has asked everyone on its short list, or
 - when `max_queries` are spent.
 
+A short list, like the result, has at most `per_network` peers of one subnet, so that a subnet full of ids beside the
+target does not fill it: peers not asked yet count where they are said to be, the others where they answered from.
+
 No I/O: `next_queries` says whom to ask now, `answered` and `failed` take the results; the driver sets the
 deadlines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -22,7 +26,7 @@ from typing import Final
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.errors import RecordInvalid
 from swarm_peer.records import AgedRecord, check_placement, slot_of, supersedes
-from swarm_peer.routing import distance, pick_diverse
+from swarm_peer.routing import network_of, pick_diverse
 
 CONTACTS_PER_REPLY: Final = 20
 
@@ -54,7 +58,9 @@ class _Progress(Enum):
 @dataclass(slots=True)
 class _Path:
     heard: dict[bytes, Contact] = field(default_factory=dict)
+    order: list[tuple[int, bytes]] = field(default_factory=list)  # those heard of, by distance
     in_flight: set[bytes] = field(default_factory=set)
+    short_list: list[Contact] | None = None  # worked out again when it is None
 
 
 class Lookup:
@@ -70,12 +76,14 @@ class Lookup:
         self._failed_at: dict[bytes, set[tuple[Address, ...]]] = {}
         self._contacts: dict[bytes, Contact] = {}
         self._path_of: dict[bytes, _Path] = {}
+        self._networks: dict[bytes, Hashable | None] = {}  # of those that answered
+        self._aim = int.from_bytes(target, "big")
         distinct = {seed.peer_id: seed for seed in seeds if seed.peer_id != own_id}
         nearest = sorted(distinct.values(), key=self._distance)
         # Never more paths than seeds: a path without a first peer leads nowhere.
         self._paths = [_Path() for _ in range(min(self._params.paths, len(nearest)))]
         for index, seed in enumerate(nearest):
-            self._paths[index % len(self._paths)].heard[seed.peer_id] = seed
+            self._hear(self._paths[index % len(self._paths)], seed)
         self.queries = 0
 
     @property
@@ -108,18 +116,24 @@ class Lookup:
                 progressing = True
         return chosen
 
-    def answered(self, peer_id: bytes, told: Iterable[Contact]) -> None:
-        """Takes the reply of a peer that was asked: the contacts that it told, of which at most 20 count."""
+    def answered(self, peer_id: bytes, told: Iterable[Contact], host: str | None = None) -> None:
+        """Takes the reply of a peer that was asked: the contacts that it told, of which at most 20 count.
+
+        `host` is where it was reached; None if that is not known.
+        """
         path = self._path_of.get(peer_id)
         if path is None or peer_id not in path.in_flight:
             return
         path.in_flight.discard(peer_id)
         self._progress[peer_id] = _Progress.ANSWERED
+        network = self._networks[peer_id] = network_of(self._contacts[peer_id], host)
+        if network != network_of(self._contacts[peer_id]):
+            self._forget_short_lists(peer_id)
         for _, contact in zip(range(CONTACTS_PER_REPLY), told, strict=False):
             if contact.peer_id != self._own_id and contact.addresses:
-                # The first to tell counts: a later liar does not redirect a peer that this path knows already.
-                path.heard.setdefault(contact.peer_id, contact)
+                self._hear(path, contact)
         self._trim(path)
+        path.short_list = None
 
     def failed(self, peer_id: bytes) -> None:
         """Notes that a peer that was asked did not answer properly."""
@@ -129,12 +143,13 @@ class Lookup:
         path.in_flight.discard(peer_id)
         self._progress[peer_id] = _Progress.FAILED
         self._failed_at.setdefault(peer_id, set()).add(self._contacts[peer_id].addresses)
+        self._forget_short_lists(peer_id)
 
     def closest(self) -> list[Contact]:
         """The k nearest peers that answered, nearest first, within the limit per network."""
         reached = [p for p, progress in self._progress.items() if progress is _Progress.ANSWERED]
         answered = sorted((self._contacts[p] for p in reached), key=self._distance)
-        return pick_diverse(answered, self._params.k, self._params.per_network)
+        return pick_diverse(answered, self._params.k, self._params.per_network, self._network)
 
     def _candidates(self, path: _Path) -> list[Contact]:
         """The peers on the path's short list that nobody has asked yet, nearest first."""
@@ -147,9 +162,28 @@ class Lookup:
         ]
 
     def _short_list(self, path: _Path) -> list[Contact]:
-        usable = [c for c in path.heard.values() if not self._has_failed(c)]
-        usable.sort(key=self._distance)
-        return usable[: self._params.k]
+        if path.short_list is None:
+            usable = (path.heard[peer_id] for _, peer_id in path.order)
+            usable = (contact for contact in usable if not self._has_failed(contact))
+            path.short_list = pick_diverse(usable, self._params.k, self._params.per_network, self._network)
+        return path.short_list
+
+    def _hear(self, path: _Path, contact: Contact) -> None:
+        """The first to tell counts: a later liar does not redirect a peer that this path knows already."""
+        if contact.peer_id not in path.heard:
+            path.heard[contact.peer_id] = contact
+            bisect.insort(path.order, (self._distance(contact), contact.peer_id))
+
+    def _forget_short_lists(self, peer_id: bytes) -> None:
+        """What is known of this peer has changed."""
+        for path in self._paths:
+            if peer_id in path.heard:
+                path.short_list = None
+
+    def _network(self, contact: Contact) -> Hashable | None:
+        if contact.peer_id in self._networks:
+            return self._networks[contact.peer_id]
+        return network_of(contact)
 
     def _has_failed(self, contact: Contact) -> bool:
         """True if the peer failed at just these addresses: a liar's wrong address on one path spoils no
@@ -177,11 +211,11 @@ class Lookup:
     def _trim(self, path: _Path) -> None:
         """Bounds a path's memory: the nearest few times k, of which failed ones may use up a part."""
         if len(path.heard) > 5 * self._params.k:
-            nearest = sorted(path.heard.values(), key=self._distance)[: 4 * self._params.k]
-            path.heard = {c.peer_id: c for c in nearest}
+            del path.order[4 * self._params.k :]
+            path.heard = {peer_id: path.heard[peer_id] for _, peer_id in path.order}
 
     def _distance(self, contact: Contact) -> int:
-        return distance(contact.peer_id, self.target)
+        return int.from_bytes(contact.peer_id, "big") ^ self._aim
 
 
 class RecordCollector:

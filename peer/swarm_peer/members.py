@@ -9,12 +9,17 @@ Invariants:
   same record from coming back by way of slower peers.
 - A goodbye stays as a tombstone for its own, longer life.
 - Memory and message sizes are bounded. With more members than a message has room for, messages carry a random sample.
+- Beyond `members`, the view is partial: those members stay whose ids come first in an order of our own, made with a
+  secret salt (min-wise sampling: Bortnikov et al., Brahms, 2009). So it is a uniform sample of all whose records reach
+  us, whoever names itself most often, and each peer has another one.
+- Nobody can fill the view alone: a sender introduces at most `introductions_per_s` others, after a first burst.
 - Traffic per peer does not grow with the swarm: above `scale_members`, records live, and hence are renewed, in
   proportion to the number of members (`lifetime_s`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -39,6 +44,7 @@ from swarm_peer.records import (
     supersedes,
 )
 from swarm_peer.routing import is_dialable
+from swarm_peer.storage import RateLimiter
 
 LIFETIME_CAP_S: Final = 1800
 DIGESTS_CAP: Final = 64
@@ -49,9 +55,10 @@ RECORDS_CAP: Final = 32
 class MembershipParams:
     """`interval_s` between gossip rounds with `fanout` members each. `ttl_s`: life of a record of a small swarm.
 
-    `left_ttl_s` and `lost_shown_s`: how long goodbyes and losses are remembered. `digests`, `records` and `rumours`
-    bound what one message carries. `push_fanout` members hear at once of a change of our own. `discovery_s`: how
-    often the discovery is asked although members are known, so that separated halves of a swarm meet again.
+    `left_ttl_s` and `lost_shown_s`: how long goodbyes and losses are remembered. `members` bounds the view, which
+    costs about 1 KiB for each; `digests`, `records` and `rumours` bound what one message carries. `push_fanout`
+    members hear at once of a change of our own. `discovery_s`: how often the discovery is asked although members are
+    known, so that separated halves of a swarm meet again.
     """
 
     interval_s: float = 5.0
@@ -60,7 +67,9 @@ class MembershipParams:
     scale_members: int = 100
     left_ttl_s: int = 600
     lost_shown_s: float = 600.0
-    members: int = 10_000
+    members: int = 2048
+    introductions_per_s: float = 0.1
+    introductions_burst: float = 1000
     digests: int = 64
     records: int = 32
     rumours: int = 16
@@ -110,6 +119,7 @@ class _Entry:
     record: SignedRecord
     payload: PeerPayload
     born_at: float
+    rank: bytes
     pushes_left: int = 0
 
     @property
@@ -122,15 +132,29 @@ class _Entry:
 
 
 class MemberTable:
-    """See the module. `now` is monotonic seconds. `local_allowed` says whether local addresses may be dialled."""
+    """See the module. `now` is monotonic seconds. `local_allowed` says whether local addresses may be dialled.
 
-    def __init__(self, own_id: PeerId, run_id: bytes, params: MembershipParams, rng: random.Random) -> None:
+    `salt`: 64 bytes at most that nobody else knows; None takes them from `rng`.
+    """
+
+    def __init__(
+        self,
+        own_id: PeerId,
+        run_id: bytes,
+        params: MembershipParams,
+        rng: random.Random,
+        salt: bytes | None = None,
+    ) -> None:
         self._own_id = own_id
         self._run_id = run_id
         self._key = members_key(run_id)
         self._params = params
         self._rng = rng
         self._entries: dict[PeerId, _Entry] = {}
+        self._salt = salt or rng.randbytes(16)
+        self._last: PeerId | None = None  # of highest rank among the others, if that is known
+        self._departed: list[PeerId] = []
+        self._introductions = RateLimiter(params.introductions_per_s, params.introductions_burst)
         self.local_allowed = True
 
     def __len__(self) -> int:
@@ -138,7 +162,7 @@ class MemberTable:
 
     def put_own(self, record: SignedRecord, now: float) -> None:
         """Takes the record that we have just signed ourselves."""
-        self._entries[self._own_id] = _Entry(record, decode_peer(record), now, self._pushes())
+        self._entries[self._own_id] = _Entry(record, decode_peer(record), now, b"", self._pushes())
 
     def merge(self, aged: AgedRecord, sender: PeerId, now: float) -> Merge:
         """Takes a record from `sender`. Its signature is checked only if it would change something.
@@ -164,10 +188,17 @@ class MemberTable:
         payload = decode_peer(record)
         if payload.run_id != self._run_id:
             raise RecordInvalid("wrong-run")
-        record.verify()
-        if entry is None and len(self._entries) >= self._params.members and not self._forget_one(now):
+        rank = entry.rank if entry is not None else self._rank(author)
+        if entry is None and not self._has_room_for(rank, now):
             return Merge.KNOWN
-        self._entries[author] = _Entry(record, payload, now - aged.age_s, self._pushes())
+        record.verify()
+        if entry is None:
+            if sender != author and not self._introductions.allow(sender, now):
+                return Merge.KNOWN
+            while len(self._entries) >= self._params.members:
+                self._forget_one(now)
+            self._last = None
+        self._entries[author] = _Entry(record, payload, now - aged.age_s, rank, self._pushes())
         return Merge.NEWER
 
     def expire(self, now: float) -> None:
@@ -176,12 +207,19 @@ class MemberTable:
             shown_s = 0.0 if entry.has_left else self._params.lost_shown_s
             if peer_id != self._own_id and entry.expires_at + shown_s <= now:
                 del self._entries[peer_id]
+                self._last = None
+        self._departed = [
+            peer_id
+            for peer_id, entry in self._entries.items()
+            if peer_id != self._own_id and (entry.has_left or entry.expires_at <= now)
+        ]
 
     def forget(self, peer_ids: Iterable[bytes]) -> None:
         """Drops some peers at once, without a tombstone: whoever keeps them out has to go on doing so."""
         for peer_id in peer_ids:
             if peer_id != self._own_id:
                 self._entries.pop(PeerId(peer_id), None)
+        self._last = None
 
     def members(self, now: float) -> list[Member]:
         """Everybody but us, those that left or were lost included."""
@@ -231,12 +269,14 @@ class MemberTable:
                 lacking.append(entry)
         return self._some(lacking, now)
 
-    def wanted(self, digests: Sequence[Digest]) -> tuple[bytes, ...]:
+    def wanted(self, digests: Sequence[Digest], now: float) -> tuple[bytes, ...]:
         """Of which peers the sender of `digests` has something newer than we have."""
         newer = []
         for digest in digests:
             entry = self._entries.get(PeerId(digest.peer_id))
-            if digest.peer_id != self._own_id and (entry is None or entry.record.seq < digest.seq):
+            if digest.peer_id == self._own_id or (entry is not None and entry.record.seq >= digest.seq):
+                continue
+            if entry is not None or self._has_room_for(self._rank(digest.peer_id), now):
                 newer.append(digest.peer_id)
         self._rng.shuffle(newer)
         return tuple(newer[: self._params.records])
@@ -270,13 +310,37 @@ class MemberTable:
     def _pushes(self) -> int:
         return math.ceil(math.log2(len(self._entries) + 2)) + 1
 
-    def _forget_one(self, now: float) -> bool:
-        """Makes room: a peer that left or was lost gives way to a living one; the living do not."""
-        for peer_id, entry in self._entries.items():
-            if peer_id != self._own_id and (entry.has_left or entry.expires_at <= now):
-                del self._entries[peer_id]
-                return True
-        return False
+    def _rank(self, peer_id: bytes) -> bytes:
+        return hashlib.blake2b(peer_id, key=self._salt, digest_size=8).digest()
+
+    def _has_room_for(self, rank: bytes, now: float) -> bool:
+        if len(self._entries) < self._params.members or self._gone(now) is not None:
+            return True
+        last = self._last_in_rank()
+        return last is not None and rank < self._entries[last].rank
+
+    def _forget_one(self, now: float) -> None:
+        """Makes room: a peer that left or was lost gives way first, then the last in rank."""
+        chosen = self._gone(now) or self._last_in_rank()
+        if chosen is None:
+            raise ValueError("a view has room for two members at least")
+        del self._entries[chosen]
+        self._last = None
+
+    def _gone(self, now: float) -> PeerId | None:
+        """Somebody whose place is free: one of those that `expire` saw gone, if that is still so."""
+        while self._departed:
+            entry = self._entries.get(self._departed[-1])
+            if entry is not None and (entry.has_left or entry.expires_at <= now):
+                return self._departed[-1]
+            self._departed.pop()
+        return None
+
+    def _last_in_rank(self) -> PeerId | None:
+        if self._last is None:
+            others = (peer_id for peer_id in self._entries if peer_id != self._own_id)
+            self._last = max(others, key=lambda peer_id: self._entries[peer_id].rank, default=None)
+        return self._last
 
 
 def member_of(aged: AgedRecord, payload: PeerPayload, *, local_allowed: bool = True) -> Member:

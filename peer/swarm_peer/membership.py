@@ -7,14 +7,12 @@ is silent for the life of its record is lost, in everybody's eyes and without an
 
 from __future__ import annotations
 
-import functools
 import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
 import trio
 
 from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact
@@ -27,12 +25,19 @@ from swarm_peer.members import (
     Member,
     MemberTable,
     Merge,
-    MessageDigests,
-    MessageIds,
-    MessageRecords,
     member_of,
 )
 from swarm_peer.members import MembershipParams as MembershipParams
+from swarm_peer.membership_messages import (
+    PAGE,
+    Exchange,
+    ExchangeReply,
+    ListReply,
+    ListRequest,
+    TradeReply,
+    methods_of,
+)
+from swarm_peer.membership_messages import Trade as Trade
 from swarm_peer.records import (
     AGE_CAP_MS,
     SEQ_CAP,
@@ -47,7 +52,7 @@ from swarm_peer.records import (
     peers_key,
 )
 from swarm_peer.routing import is_local
-from swarm_peer.rpc import Caller, Method, Priority
+from swarm_peer.rpc import Caller
 from swarm_peer.storage import RateLimiter
 
 logger = logging.getLogger("swarm_peer")
@@ -55,67 +60,12 @@ logger = logging.getLogger("swarm_peer")
 _DHT_TTL_S: Final = 1200
 # Above a former life of ours by enough that none of its records still on their way comes near.
 _SEQ_JUMP: Final = 1024
-_PAGE: Final = 40
+_SALT_DOMAIN: Final = "swarmtrain-view-salt-v1"
 _LISTED_CAP: Final = 10_000
 # For a peer that knows nobody alive: how much sooner it tries again, whom it remembers, how many it tries at once.
 ALONE_PACE: Final = 0.4
 MET_CAP: Final = 64
 ALONE_FANOUT: Final = 4
-
-
-class Exchange(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """First half of a meeting: our versions (all of them, if `is_complete`), and news."""
-
-    digests: MessageDigests
-    is_complete: bool
-    records: MessageRecords
-
-
-class ExchangeReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What we lack, what the other wants of us, and its own versions."""
-
-    records: MessageRecords
-    wants: MessageIds
-    digests: MessageDigests
-
-
-class Trade(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Second half, or news by itself: records, and whose records we want in return."""
-
-    records: MessageRecords
-    wants: MessageIds
-
-
-class TradeReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The records that were wanted, and the sender's own if we have a newer one than it told."""
-
-    records: MessageRecords
-
-
-class ListRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A monitor's question: the members whose ids follow `after` (32 bytes, or empty to begin)."""
-
-    after: Annotated[bytes, msgspec.Meta(max_length=32)]
-
-
-class ListReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One page in the order of ids, and how many members there are in all."""
-
-    total: int
-    records: Annotated[tuple[AgedRecord, ...], msgspec.Meta(max_length=_PAGE)]
-
-
-@functools.lru_cache(maxsize=64)
-def _methods(
-    run_id: bytes,
-) -> tuple[Method[Exchange, ExchangeReply], Method[Trade, TradeReply], Method[ListRequest, ListReply]]:
-    """The methods of one run. The run is part of their names, so one peer can be a member of several runs."""
-    run = run_id.hex()[:32]
-    return (
-        Method(f"members.exchange.{run}", Exchange, ExchangeReply, priority=Priority.CONTROL),
-        Method(f"members.trade.{run}", Trade, TradeReply, priority=Priority.CONTROL),
-        Method(f"members.list.{run}", ListRequest, ListReply, 64, priority=Priority.CONTROL),
-    )
 
 
 Vouch = Callable[[Iterable[PeerId], PeerId], Awaitable[frozenset[PeerId]]]
@@ -149,9 +99,11 @@ class Membership:
         self._rng = rng
         self._params = params or MembershipParams()
         self._addresses = tuple(addresses)[:MAX_ADDRESSES]
-        self._table = MemberTable(identity.peer_id, run_id, self._params, rng)
+        # A signature that nobody sees is a secret that needs no file and survives a restart.
+        salt = identity.sign(_SALT_DOMAIN, run_id)
+        self._table = MemberTable(identity.peer_id, run_id, self._params, rng, salt)
         self._table.local_allowed = not self._addresses or any(is_local(a.host) for a in self._addresses)
-        self._exchange, self._trade, self._list = _methods(run_id)
+        self._exchange, self._trade, self._list = methods_of(run_id)
         self._limiter = RateLimiter(rate_per_s=5.0, burst=100.0)
         self._state = PeerState.WATCHING
         self._status = b""
@@ -359,7 +311,7 @@ class Membership:
             reply = await self._endpoint.call(contact, self._exchange, request, deadline_s=deadline_s)
             await self._take(reply.records, PeerId(contact.peer_id))
             now = trio.current_time()
-            trade = Trade(self._table.records_of(reply.wants, now), self._table.wanted(reply.digests))
+            trade = Trade(self._table.records_of(reply.wants, now), self._table.wanted(reply.digests, now))
             if trade.records or trade.wants:
                 answer = await self._endpoint.call(contact, self._trade, trade, deadline_s=deadline_s)
                 await self._take(answer.records, PeerId(contact.peer_id))
@@ -412,7 +364,7 @@ class Membership:
         records = self._table.newer_than(request.digests, request.is_complete, remote, now)
         digests, _ = self._table.digests(now)
         # What the other has of us is settled by its reply to ours; what it lacks is in `records` already.
-        return ExchangeReply(records, self._table.wanted(request.digests), digests)
+        return ExchangeReply(records, self._table.wanted(request.digests, now), digests)
 
     async def _on_trade(self, remote: PeerId, request: Trade) -> TradeReply:
         await self._accept(remote, request.records)
@@ -424,7 +376,7 @@ class Membership:
 
     async def _on_list(self, remote: PeerId, request: ListRequest) -> ListReply:
         self._admit(remote)
-        return ListReply(len(self._table), self._table.page(request.after, _PAGE, trio.current_time()))
+        return ListReply(len(self._table), self._table.page(request.after, PAGE, trio.current_time()))
 
     async def _accept(self, remote: PeerId, records: Iterable[AgedRecord]) -> None:
         self._admit(remote)
@@ -444,7 +396,7 @@ async def list_members(caller: Caller, contact: Contact, run_id: bytes, *, deadl
     Every record is verified. `deadline_s` holds for each page of 40. Raises as `Caller.call`, and `RecordInvalid` if
     the member answers with forged records.
     """
-    _, _, method = _methods(run_id)
+    _, _, method = methods_of(run_id)
     found: list[Member] = []
     after = b""
     while len(found) < _LISTED_CAP:
@@ -455,7 +407,7 @@ async def list_members(caller: Caller, contact: Contact, run_id: bytes, *, deadl
             aged.record.verify()
             found.append(member_of(aged, decode_peer(aged.record)))
         last = reply.records[-1].record.author() if reply.records else b""
-        if len(reply.records) < _PAGE or last <= after:
+        if len(reply.records) < PAGE or last <= after:
             break
         after = last
     return found

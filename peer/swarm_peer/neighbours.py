@@ -30,6 +30,9 @@ class DialingCaller(Caller, Protocol):
 
     async def identify(self, address: Address, *, deadline_s: float = 10.0) -> PeerId: ...
 
+    def seen_at(self, remote: PeerId) -> Address | None:
+        """Where a remote's direct connection to us comes from or leads to; None if there is none."""
+
 
 class Neighbours:
     """The routing table with its upkeep. `on_company` is called when the table gets its first contact by being asked.
@@ -52,6 +55,7 @@ class Neighbours:
         self._jobs = jobs
         self._on_company = on_company
         self._addresses: tuple[Address, ...] = ()
+        self._local_allowed = True
         # Entries, and who was found there last.
         self._entries: dict[tuple[PeerId | None, Address], PeerId | None] = {}
         self.table = RoutingTable(endpoint.peer_id, params.routing)
@@ -59,30 +63,42 @@ class Neighbours:
         self._requests = RateLimiter(params.requests_per_s, params.requests_per_s * params.burst_s)
         self._dial_backs = RateLimiter(1 / 30, 2)
 
+    def host_of(self, peer_id: bytes) -> str | None:
+        """Where a peer really is, as far as we are connected to it."""
+        address = self._endpoint.seen_at(PeerId(peer_id))
+        return address.host if address else None
+
     # Ourselves.
 
     def advertise(self, addresses: Iterable[Address]) -> None:
         """States where we can be dialled."""
         self._addresses = tuple(addresses)[:MAX_ADDRESSES]
+        self._learn_where_we_live()
 
     def learn_addresses(self, addresses: tuple[Address, ...]) -> None:
         """Takes addresses of our own for want of stated ones."""
         if not self._addresses:
-            self._addresses = addresses
+            self.advertise(addresses)
 
     def sender(self) -> Contact | None:
         """How we name ourselves to those whom we ask; None keeps us out of their tables."""
         return Contact(self._endpoint.peer_id, self._addresses) if self._serve and self._addresses else None
 
-    def dialable(self, addresses: Iterable[Address]) -> tuple[Address, ...]:
+    def dialable(self, addresses: tuple[Address, ...]) -> tuple[Address, ...]:
         """The addresses that we may dial or pass on: local ones only if we live among local ones, for all we know."""
-        ours = [*self._addresses, *(address for _, address in self._entries)]
-        local_allowed = not ours or any(is_local(address.host) for address in ours)
-        return tuple(a for a in addresses if is_dialable(a, local_allowed=local_allowed))
+        allowed = self._local_allowed
+        if all(is_dialable(address, local_allowed=allowed) for address in addresses):
+            return addresses
+        return tuple(a for a in addresses if is_dialable(a, local_allowed=allowed))
 
     def usable(self, told: Iterable[Contact]) -> list[Contact]:
         """Contacts that strangers told, with the addresses that may be used; without any, the contact is dropped."""
-        return [Contact(c.peer_id, kept) for c in told if (kept := self.dialable(c.addresses))]
+        kept = ((contact, self.dialable(contact.addresses)) for contact in told)
+        return [c if c.addresses is those else Contact(c.peer_id, those) for c, those in kept if those]
+
+    def _learn_where_we_live(self) -> None:
+        ours = [*self._addresses, *(address for _, address in self._entries)]
+        self._local_allowed = not ours or any(is_local(address.host) for address in ours)
 
     # The ways in.
 
@@ -91,6 +107,7 @@ class Neighbours:
         self._entries.setdefault((peer_id, address), peer_id)
         while len(self._entries) > _ENTRIES:
             del self._entries[next(iter(self._entries))]
+        self._learn_where_we_live()
 
     @property
     def has_entries(self) -> bool:
@@ -169,7 +186,7 @@ class Neighbours:
         return tuple(told[: self._params.routing.k])
 
     def _offer(self, contact: Contact) -> None:
-        doubted = self.table.offer(contact, trio.current_time())
+        doubted = self.table.offer(contact, trio.current_time(), self.host_of(contact.peer_id))
         if doubted:
             self.check(doubted)
 

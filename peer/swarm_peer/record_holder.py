@@ -55,7 +55,8 @@ class RecordHolder:
         payload = check_placement(aged.record)
         aged.record.verify()
         is_author = aged.record.author() == from_peer
-        origin = Origin(is_author, wide_network_of(payload.addresses), payload.run_id)
+        host = self._neighbours.host_of(from_peer) if is_author else None
+        origin = Origin(is_author, wide_network_of(payload.addresses, host), payload.run_id)
         return self._store.put(aged, origin, trio.current_time())
 
     async def _on_ping(self, remote: PeerId, request: Ping) -> Pong:

@@ -7,8 +7,8 @@ splits.
 Promises: memory is bounded; a contact that answers is never displaced by a newcomer (§2.2: old contacts are
 the most likely to stay); a contact leaves only through `failed`, after a ping went unanswered. At most
 `per_network` contacts of one /24 (IPv4) or /48 (IPv6) sit in a bucket or in an answer, so that one subnet
-cannot surround a key. Loopback and private networks are exempt: there, many peers on one machine are the
-normal case.
+cannot surround a key. What counts is where a contact was reached, not what it says. Loopback and private networks
+are exempt: there, many peers on one machine are the normal case.
 
 No I/O: the caller pings whom `offer` names and reports back.
 """
@@ -19,7 +19,7 @@ import ipaddress
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 from swarm_peer.addresses import Address, Contact
 
@@ -37,11 +37,19 @@ class RoutingParams:
     per_network: int = 2
 
 
+class _Seen(NamedTuple):
+    """A contact, when it was last heard from, and the network in which it was reached."""
+
+    contact: Contact
+    at: float
+    network: Hashable | None
+
+
 @dataclass(slots=True)
 class _Bucket:
-    # Both in order of last contact, the least recent first; values are (contact, time of last contact).
-    contacts: dict[bytes, tuple[Contact, float]] = field(default_factory=dict)
-    replacements: dict[bytes, tuple[Contact, float]] = field(default_factory=dict)
+    # Both in order of last contact, the least recent first.
+    contacts: dict[bytes, _Seen] = field(default_factory=dict)
+    replacements: dict[bytes, _Seen] = field(default_factory=dict)
     refreshed_at: float = float("-inf")
 
 
@@ -59,34 +67,38 @@ class RoutingTable:
     def __contains__(self, peer_id: bytes) -> bool:
         return peer_id in self._bucket_of(peer_id).contacts
 
-    def offer(self, contact: Contact, now: float) -> Contact | None:
-        """Takes a contact that has just been reached, or refreshes it.
+    def offer(self, contact: Contact, now: float, host: str | None = None) -> Contact | None:
+        """Takes a contact that has just been reached at `host`, or refreshes it. None: at its first address.
 
         If its bucket is full it becomes a replacement, and the bucket's least recently seen contact is
         returned: ping that one, then call `offer` with it if it answers or `failed` if not.
         """
         if contact.peer_id == self._own_id or not contact.addresses:
             return None
+        seen = _Seen(contact, now, network_of(contact, host))
         while True:
             bucket = self._bucket_of(contact.peer_id)
             if contact.peer_id in bucket.contacts:
-                del bucket.contacts[contact.peer_id]
-                bucket.contacts[contact.peer_id] = (contact, now)
+                before = bucket.contacts.pop(contact.peer_id)
+                if seen.network == before.network or _has_room(seen, bucket, self._params.per_network):
+                    bucket.contacts[contact.peer_id] = seen
+                else:
+                    self._move_up(bucket)
                 return None
-            if not self._network_has_room(contact, bucket):
+            if not _has_room(seen, bucket, self._params.per_network):
                 return None
             if len(bucket.contacts) < self._params.k:
                 bucket.replacements.pop(contact.peer_id, None)
-                bucket.contacts[contact.peer_id] = (contact, now)
+                bucket.contacts[contact.peer_id] = seen
                 return None
             if bucket is not self._buckets[-1] or len(self._buckets) >= ID_BITS:
                 break
             self._split_last()
         bucket.replacements.pop(contact.peer_id, None)
-        bucket.replacements[contact.peer_id] = (contact, now)
+        bucket.replacements[contact.peer_id] = seen
         while len(bucket.replacements) > self._params.replacements:
             del bucket.replacements[next(iter(bucket.replacements))]
-        return next(iter(bucket.contacts.values()))[0]
+        return next(iter(bucket.contacts.values())).contact
 
     def failed(self, peer_id: bytes) -> None:
         """Removes a contact that left a ping unanswered; its bucket's most recent fitting replacement moves
@@ -94,31 +106,41 @@ class RoutingTable:
         """
         bucket = self._bucket_of(peer_id)
         bucket.replacements.pop(peer_id, None)
-        if bucket.contacts.pop(peer_id, None) is None:
-            return
-        for replacement_id, (contact, seen_at) in reversed(list(bucket.replacements.items())):
-            if self._network_has_room(contact, bucket):
+        if bucket.contacts.pop(peer_id, None) is not None:
+            self._move_up(bucket)
+
+    def _move_up(self, bucket: _Bucket) -> None:
+        for replacement_id, seen in reversed(list(bucket.replacements.items())):
+            if _has_room(seen, bucket, self._params.per_network):
                 del bucket.replacements[replacement_id]
-                bucket.contacts[replacement_id] = (contact, seen_at)
+                bucket.contacts[replacement_id] = seen
                 return
+
+    def forget_replacements(self, silent_since: float) -> None:
+        """Drops the replacements not heard from after `silent_since`: nobody pings them, so they may be long gone."""
+        for bucket in self._buckets:
+            bucket.replacements = {p: seen for p, seen in bucket.replacements.items() if seen.at > silent_since}
 
     def closest(self, target: bytes, count: int | None = None) -> list[Contact]:
         """The `count` (default k) contacts nearest to `target`, nearest first, within the limit per network."""
-        everyone = [contact for bucket in self._buckets for contact, _ in bucket.contacts.values()]
-        everyone.sort(key=lambda contact: distance(contact.peer_id, target))
-        return pick_diverse(everyone, count or self._params.k, self._params.per_network)
+        aim = int.from_bytes(target, "big")
+        everyone = [seen for bucket in self._buckets for seen in bucket.contacts.values()]
+        everyone.sort(key=lambda seen: int.from_bytes(seen.contact.peer_id, "big") ^ aim)
+        nearest = pick_diverse(everyone, count or self._params.k, self._params.per_network, lambda seen: seen.network)
+        return [seen.contact for seen in nearest]
 
     def contacts(self) -> list[Contact]:
-        return [contact for bucket in self._buckets for contact, _ in bucket.contacts.values()]
+        return [seen.contact for bucket in self._buckets for seen in bucket.contacts.values()]
 
     def get(self, peer_id: bytes) -> Contact | None:
-        found = self._bucket_of(peer_id).contacts.get(peer_id)
-        return found[0] if found else None
+        seen = self._bucket_of(peer_id).contacts.get(peer_id)
+        return seen.contact if seen else None
 
     def least_recent(self) -> tuple[Contact, float] | None:
         """The contact not heard from for longest, and when it last was: the next one to ping."""
         heads = [next(iter(bucket.contacts.values())) for bucket in self._buckets if bucket.contacts]
-        return min(heads, key=lambda head: head[1], default=None)
+        oldest = min(heads, key=lambda head: head.at, default=None)
+        return (oldest.contact, oldest.at) if oldest else None
 
     def refresh_target(self, random_id: bytes, now: float) -> bytes:
         """An id in the bucket that has gone longest without a lookup; marks it refreshed. Look this id up
@@ -150,12 +172,11 @@ class RoutingTable:
                 new_side[peer_id] = old_side.pop(peer_id)
         self._buckets.append(new)
 
-    def _network_has_room(self, contact: Contact, bucket: _Bucket) -> bool:
-        network = network_of(contact)
-        if network is None:
-            return True
-        inside = sum(network_of(other) == network for other, _ in bucket.contacts.values())
-        return inside < self._params.per_network
+
+def _has_room(seen: _Seen, bucket: _Bucket, per_network: int) -> bool:
+    if seen.network is None:
+        return True
+    return sum(other.network == seen.network for other in bucket.contacts.values()) < per_network
 
 
 def distance(a: bytes, b: bytes) -> int:
@@ -168,14 +189,25 @@ def shared_bits(a: bytes, b: bytes) -> int:
     return ID_BITS - distance(a, b).bit_length()
 
 
-def network_of(contact: Contact) -> Hashable | None:
-    """The /24 or /48 of a contact's first address; None if it is exempt (loopback or private)."""
-    return _network(contact.addresses[0].host, 24, 48) if contact.addresses else None
+def network_of(contact: Contact, host: str | None = None) -> Hashable | None:
+    """The /24 or /48 of `host`, where the contact was reached, or else of its first address.
+
+    None if it is exempt (loopback or private).
+    """
+    if host is None:
+        if not contact.addresses:
+            return None
+        host = contact.addresses[0].host
+    return _network(host, 24, 48)
 
 
-def wide_network_of(addresses: tuple[Address, ...]) -> Hashable | None:
-    """The /16 or /32 of the first address, for limits per key; None if exempt."""
-    return _network(addresses[0].host, 16, 32) if addresses else None
+def wide_network_of(addresses: tuple[Address, ...], host: str | None = None) -> Hashable | None:
+    """The /16 or /32 of `host` or else of the first address, for limits per key; None if exempt."""
+    if host is None:
+        if not addresses:
+            return None
+        host = addresses[0].host
+    return _network(host, 16, 32)
 
 
 @lru_cache(maxsize=4096)
@@ -221,22 +253,20 @@ def is_dialable(address: Address, *, local_allowed: bool) -> bool:
     return local_allowed or not is_local(address.host)
 
 
-def pick_diverse(
-    contacts: Iterable[Contact],
-    count: int,
-    per_network: int,
-    network: Callable[[Contact], Hashable | None] = network_of,
-) -> list[Contact]:
-    """The first `count` contacts of which at most `per_network` are in one network."""
-    picked: list[Contact] = []
+T = TypeVar("T")
+
+
+def pick_diverse(items: Iterable[T], count: int, per_network: int, network: Callable[[T], Hashable | None]) -> list[T]:
+    """The first `count` items of which at most `per_network` are in one network."""
+    picked: list[T] = []
     taken: dict[Hashable, int] = {}
-    for contact in contacts:
+    for item in items:
         if len(picked) == count:
             break
-        group = network(contact)
+        group = network(item)
         if group is not None:
             if taken.get(group, 0) >= per_network:
                 continue
             taken[group] = taken.get(group, 0) + 1
-        picked.append(contact)
+        picked.append(item)
     return picked

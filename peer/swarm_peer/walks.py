@@ -75,7 +75,8 @@ class Walks:
             except PeerError:
                 lookup.failed(contact.peer_id)
             else:
-                lookup.answered(contact.peer_id, self._neighbours.usable(told))
+                host = self._neighbours.host_of(contact.peer_id)
+                lookup.answered(contact.peer_id, self._neighbours.usable(told), host)
             progress.set()
 
         with trio.move_on_after(self._params.lookup_deadline_s):

@@ -140,6 +140,33 @@ def test_a_reply_counts_up_to_twenty_contacts_and_never_names_us() -> None:
     assert OWN not in heard
 
 
+@pytest.mark.parametrize("claims", ["the truth", "names of its own", "addresses elsewhere"])
+def test_a_subnet_full_of_ids_beside_the_target_does_not_hide_it(claims: str) -> None:
+    """Sixty ids nearer than any honest one, all reached in one /24, whatever they say of where they are."""
+    rng = random.Random(9)
+    target = bytes(32)
+    honest = [Contact(b"\x01" + rng.randbytes(31), (Address(f"20.{n}.1.1", 4000),)) for n in range(20)]
+    hosts = {
+        "the truth": [f"198.51.9.{n + 1}" for n in range(60)],
+        "names of its own": [f"node{n}.example" for n in range(60)],
+        "addresses elsewhere": [f"21.{n}.1.1" for n in range(60)],
+    }[claims]
+    mined = [Contact(bytes(2) + rng.randbytes(30), (Address(host, 4000),)) for host in hosts]
+    lookup = Lookup(target, OWN, honest[:4])
+    enemies = {contact.peer_id for contact in mined}
+    while not lookup.finished:
+        for contact in lookup.next_queries():
+            if contact.peer_id in enemies:
+                lookup.answered(contact.peer_id, rng.sample(mined, 20), "198.51.9.77")
+            else:
+                lookup.answered(contact.peer_id, [*honest[:18], *rng.sample(mined, 2)], contact.addresses[0].host)
+    result = found(lookup.closest())
+    assert len(enemies & set(result)) == 2
+    # The paths end when they agree on the nearest eight, of which two are the enemy's.
+    nearest = sorted((contact.peer_id for contact in honest[:18]), key=lambda peer_id: distance(peer_id, target))
+    assert result[2:8] == nearest[:6]
+
+
 def test_without_seeds_it_is_finished_at_once() -> None:
     lookup = Lookup(bytes(32), OWN, [contact(OWN)])
     assert lookup.finished

@@ -47,6 +47,9 @@ def record(
     return make_record(IDENTITIES[number], "peer", members_key(RUN_ID), seq, ttl_s, payload)
 
 
+RECORDS = {number: record(number) for number in range(1, 100)}
+
+
 def table(params: MembershipParams | None = None) -> MemberTable:
     made = MemberTable(IDENTITIES[0].peer_id, RUN_ID, params or MembershipParams(), random.Random(0))
     made.put_own(record(0), now=0.0)
@@ -169,14 +172,45 @@ def test_messages_stay_within_their_caps_and_a_full_table_keeps_the_living() -> 
     digests, is_complete = view.digests(0.0)
     assert (len(digests), is_complete) == (64, False)
     assert len(view.newer_than((), True, STRANGER, 0.0)) == 32
-    assert len(view.wanted(tuple(Digest(i.peer_id, 9) for i in IDENTITIES[:64]))) == 32
+    assert len(view.wanted(tuple(Digest(i.peer_id, 9) for i in IDENTITIES[:64]), 0.0)) == 32
     assert len(view.rumours(0.0)) == 16
     assert len(view.page(b"", 40, 0.0)) == 40
     # A lost one gives way to a new one.
     view.merge(AgedRecord(record(1, seq=2, ttl_s=1), 0), STRANGER, now=1.0)
+    view.expire(3.0)
     assert view.merge(AgedRecord(record(125), 0), STRANGER, now=3.0) is Merge.NEWER
     with pytest.raises(ValueError, match="at most"):
         MembershipParams(digests=65)
+
+
+def test_a_full_view_is_a_sample_that_repetition_does_not_bend() -> None:
+    honest, loud = range(1, 61), range(61, 81)
+    kept = {"honest": 0, "loud": 0}
+    for seed in range(30):
+        view = MemberTable(IDENTITIES[0].peer_id, RUN_ID, MembershipParams(members=21), random.Random(seed))
+        view.put_own(record(0), now=0.0)
+        for number in honest:
+            view.merge(AgedRecord(RECORDS[number], 0), STRANGER, now=0.0)
+            for shouting in loud:  # each of the loud is told sixty times
+                view.merge(AgedRecord(RECORDS[shouting], 0), STRANGER, now=0.0)
+        assert len(view) == 21
+        names = {member.contact.peer_id for member in view.members(0.0)}
+        kept["honest"] += sum(IDENTITIES[number].peer_id in names for number in honest)
+        kept["loud"] += sum(IDENTITIES[number].peer_id in names for number in loud)
+    # 20 of 80 are the loud ones: a quarter of 600 places, give or take four standard deviations.
+    assert 150 - 43 < kept["loud"] < 150 + 43, kept
+
+
+def test_one_sender_introduces_a_burst_and_then_few() -> None:
+    view = table(MembershipParams(introductions_burst=5))
+    for number in range(1, 20):
+        view.merge(AgedRecord(RECORDS[number], 0), STRANGER, now=0.0)
+    assert len(view) == 1 + 5
+    # Others can still name the same peers, the peers themselves can, and ten seconds later the sender one more.
+    assert view.merge(AgedRecord(RECORDS[10], 0), IDENTITIES[90].peer_id, now=0.0) is Merge.NEWER
+    assert view.merge(AgedRecord(RECORDS[11], 0), IDENTITIES[11].peer_id, now=0.0) is Merge.NEWER
+    outcomes = [view.merge(AgedRecord(RECORDS[number], 0), STRANGER, now=10.5) for number in (12, 13)]
+    assert outcomes == [Merge.NEWER, Merge.KNOWN]
 
 
 def test_rumours_cool_down() -> None:

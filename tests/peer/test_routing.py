@@ -102,6 +102,29 @@ def test_one_subnet_gets_two_places_and_local_networks_are_exempt() -> None:
     assert far(20) in table
 
 
+def test_a_contact_counts_where_it_was_reached_whatever_it_says() -> None:
+    table = RoutingTable(OWN)
+    for n in range(10):
+        table.offer(contact(far(n), f"198.41.{n}.1"), now=0.0, host=f"203.1.2.{n}")
+    assert len(table) == 2
+    # Those who move into a full network lose their place; the network they left has room again.
+    table.offer(contact(far(20), "198.41.0.1"), now=1.0, host="198.41.0.1")
+    table.offer(contact(far(20), "198.41.0.1"), now=2.0, host="203.1.2.99")
+    assert far(20) not in table
+    assert far(0) in table
+
+
+def test_replacements_that_were_silent_for_long_are_forgotten() -> None:
+    table = RoutingTable(OWN, RoutingParams(k=1))
+    for n in range(3):
+        table.offer(contact(far(n)), now=float(n))
+    table.forget_replacements(silent_since=1.5)
+    table.failed(far(0))
+    assert table.contacts() == [contact(far(2))]
+    table.failed(far(2))
+    assert len(table) == 0
+
+
 def test_networks() -> None:
     assert network_of(contact(OWN, "8.8.8.8")) == network_of(contact(OWN, "8.8.8.9"))
     assert network_of(contact(OWN, "8.8.8.8")) != network_of(contact(OWN, "8.8.9.8"))
@@ -113,7 +136,8 @@ def test_networks() -> None:
 def test_pick_diverse_keeps_order_and_limit() -> None:
     hosts = ["8.8.8.1", "8.8.8.2", "8.8.8.3", "9.9.9.1", "127.0.0.1"]
     contacts = [contact(far(n), host) for n, host in enumerate(hosts)]
-    assert [c.addresses[0].host for c in pick_diverse(contacts, 4, 2)] == [hosts[0], hosts[1], hosts[3], hosts[4]]
+    picked = pick_diverse(contacts, 4, 2, network_of)
+    assert [c.addresses[0].host for c in picked] == [hosts[0], hosts[1], hosts[3], hosts[4]]
 
 
 @pytest.mark.parametrize(
