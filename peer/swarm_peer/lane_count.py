@@ -7,6 +7,8 @@ On a path that loses nothing one connection fills the link, and more of them gai
 
 from __future__ import annotations
 
+import math
+
 MAX_LANES = 8
 GAIN = 1.15  # what an addition must bring
 _RETRY_S = 30.0
@@ -27,6 +29,8 @@ class LaneCount:
         self._settle_s = max(_MIN_SETTLE_S, 6 * rtt_s)
         self._measure_s = max(_MIN_MEASURE_S, 4 * rtt_s)
         self._before: tuple[int, float] | None = None  # lanes and bytes/s before the addition that is being tried
+        self._retry_at = -math.inf
+        self._judged_by = 0.0
         self._begin(now)
 
     def update(self, received_bytes: int, left_bytes: int, now: float) -> None:
@@ -43,10 +47,14 @@ class LaneCount:
             self._before = None
             if goodput < GAIN * former:
                 self.wanted = lanes
-                self._begin(now + _RETRY_S)
+                self._retry_at, self._judged_by = now + _RETRY_S, former
+                self._begin(now)
                 return
         can_pay = left_bytes > 2 * goodput * (self._settle_s + self._measure_s)
-        if self.wanted < self.most and goodput and can_pay:
+        # A new connection is quick until its first loss. What fewer lanes brought then does not last, and the
+        # addition that failed against it deserves another try.
+        may_try = now >= self._retry_at or goodput < self._judged_by / GAIN
+        if self.wanted < self.most and goodput and can_pay and may_try:
             self._before = (self.wanted, goodput)
             self.wanted = min(2 * self.wanted, self.most)
             self._begin(now)

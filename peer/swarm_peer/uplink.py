@@ -3,9 +3,10 @@
 In the spirit of LEDBAT (RFC 6817): a round trip that is longer than the shortest one seen means that a queue stands
 somewhere on the way, and most likely at the home's uplink. `AutoUploadLimit` starts without a limit. When all round
 trips of loaded connections have grown by 50 ms, the uplink is full and what got through in the last second is what
-it carries: the limit becomes 85 % of that, and the queue drains. From there the limit rises slowly, because an
-uplink may have become faster or other traffic may have ended, until the delay shows again. On a path that loses
-packets before a queue builds up nothing is limited, and nothing needs to be.
+it carries: the limit becomes 85 % of that, and the queue drains. A delay may also come from elsewhere, so the first
+finding is tried out at once: the limit rises quickly until the delay shows again. Once two findings agree it holds
+for a while, and then rises slowly, because an uplink may have become faster or other traffic may have ended. On a path
+that loses packets before a queue builds up nothing is limited, and nothing needs to be.
 
 Only connections that send bulk are asked, and the smallest growth of the last second counts: a lost packet or a
 burst delays some, a standing queue all. Paths on the same machine or network (below 5 ms) neither pay nor are asked.
@@ -33,6 +34,8 @@ _BEST_S = 60.0
 _BASE_S = 300.0
 _RISE_PER_S = 0.03
 _RECOVERY_PER_S = 0.25
+_TRIAL_PER_S = 0.5
+_AGREE = 1.3
 _MAX_REMOTES = 1024
 
 
@@ -70,6 +73,7 @@ class AutoUploadLimit(UploadLimit):
         self._queueing: deque[tuple[float, float]] = deque()  # when, how much longer than the shortest
         self._best: deque[tuple[float, float]] = deque()  # when, bytes/s
         self._full_at_bytes_per_s = 0.0
+        self._is_confirmed = False
         self._lowered_at = -math.inf
         self._raised_at = -math.inf
 
@@ -123,7 +127,11 @@ class AutoUploadLimit(UploadLimit):
         if self.goodput(now) < 0.7 * limit:
             return  # it is not the limit that holds us up, so nothing can be learned about a higher one
         best = max((rate for at, rate in self._best if at > now - _BEST_S), default=0.0)
-        if limit < SHARE * best and now >= self._lowered_at + 2 * _GOODPUT_S:
+        if now < self._lowered_at + 2 * _GOODPUT_S:
+            return
+        if not self._is_confirmed:
+            self.bytes_per_s = limit * (1 + _TRIAL_PER_S * min(elapsed_s, 1.0))
+        elif limit < SHARE * best:
             self.bytes_per_s = min(limit * (1 + _RECOVERY_PER_S * min(elapsed_s, 1.0)), SHARE * best)
         elif now >= self._lowered_at + _HOLD_S:
             # Well above what was full the last time, the uplink is another one by now.
@@ -137,6 +145,8 @@ class AutoUploadLimit(UploadLimit):
         self._best.append((now, goodput))
         while self._best[0][0] < now - _BEST_S:
             self._best.popleft()
+        low, high = sorted((goodput, self._full_at_bytes_per_s))
+        self._is_confirmed = high < _AGREE * low
         self._full_at_bytes_per_s = goodput
         self.bytes_per_s = max(SHARE * goodput, _MIN_BYTES_PER_S)
         self._lowered_at = now

@@ -1,6 +1,6 @@
 """What runs inside the lab's namespaces: a holder of one blob, and a peer that fetches it and makes small calls.
 
-    python transfer.py hold SIZE_MB CONTROL LIMIT_UP
+    python transfer.py hold SIZE_MB CONTROL LIMIT_UP [ADDRESS]
     python transfer.py fetch ADDRESS PEER_ID BLOB_ID CONTROL LANES CALLS
 
 `hold` prints one line of JSON when it listens. `fetch` prints one when it is done: the time, what arrived by when, and
@@ -30,24 +30,24 @@ async def echo(remote: PeerId, body: bytes) -> bytes:
     return body
 
 
-def make_endpoint(seed: int, control: str, limit: float | Literal["auto"] | None = None) -> Endpoint:
-    identity = Identity.from_seed(bytes([seed]) * 32)
+def make_endpoint(control: str, limit: float | Literal["auto"] | None = None) -> Endpoint:
+    identity = Identity.generate()
     transport = TlsTransport(identity, congestion_control=control)
     endpoint = Endpoint(identity, transport, limits=EndpointLimits(upload_bytes_per_s=limit))
     endpoint.handle(ECHO, echo)
     return endpoint
 
 
-async def hold(size_mb: float, control: str, limit_up: str) -> None:
+async def hold(size_mb: float, control: str, limit_up: str, listen: str = "0.0.0.0:7766") -> None:
     limit: float | Literal["auto"] | None = "auto" if limit_up == "auto" else None
     if limit_up not in ("auto", "none"):
         limit = float(limit_up)
-    endpoint = make_endpoint(1, control, limit)
+    endpoint = make_endpoint(control, limit)
     store = BlobStore(1 << 30)
     blob_id = store.put(random.Random(0).randbytes(int(size_mb * 1e6)))
     BlobExchange(endpoint, store)
     async with trio.open_nursery() as nursery:
-        (address, *_) = await nursery.start(endpoint.run, [parse_address("0.0.0.0:7766")])
+        (address, *_) = await nursery.start(endpoint.run, [parse_address(listen)])
         print(json.dumps({"port": address.port, "peer": endpoint.peer_id.hex(), "blob": blob_id.hex()}), flush=True)
 
 
@@ -74,7 +74,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 async def fetch(address: str, peer: str, blob: str, control: str, lanes: int, calls: bool) -> dict[str, Any]:
-    endpoint = make_endpoint(2, control)
+    endpoint = make_endpoint(control)
     exchange = BlobExchange(endpoint, BlobStore(1 << 30), params=BlobParams(lanes=lanes))
     contact = Contact(bytes.fromhex(peer), (parse_address(address),))
     arrived: list[tuple[float, int]] = []
@@ -129,7 +129,7 @@ async def fetch(address: str, peer: str, blob: str, control: str, lanes: int, ca
 
 if __name__ == "__main__":
     if sys.argv[1] == "hold":
-        trio.run(hold, float(sys.argv[2]), sys.argv[3], sys.argv[4])
+        trio.run(hold, float(sys.argv[2]), *sys.argv[3:])
     else:
         address, peer, blob, control, lanes, calls = sys.argv[2:]
         print(json.dumps(trio.run(fetch, address, peer, blob, control, int(lanes), calls == "calls")), flush=True)

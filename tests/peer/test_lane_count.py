@@ -36,6 +36,17 @@ def test_one_addition_that_does_not_pay_is_tried_and_taken_back() -> None:
     assert settle(2.5e6, 2.5e6) == (1, 2)
 
 
+def test_an_addition_that_failed_against_a_quick_start_is_tried_again() -> None:
+    count = LaneCount(0.0, 0.1, start=2)
+    received, now = 0.0, 0.0
+    while now < 15.0:
+        now += 0.1
+        per_lane = 1e6 if now < 2.0 else 250e3  # what a lane brings before and after its first loss
+        received += 0.1 * min(2.2e6, count.wanted * per_lane)
+        count.update(int(received), 10**9, now)
+    assert count.wanted == 8
+
+
 def test_there_are_never_more_than_eight_nor_more_than_allowed() -> None:
     assert settle(1e3, 1e9)[1] == MAX_LANES
     count = LaneCount(0.0, 0.05, start=4, most=2)

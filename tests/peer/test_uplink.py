@@ -70,7 +70,7 @@ def test_bulk_ends_up_somewhat_below_the_uplink_and_the_queue_empty(mbit: int) -
 
 def test_a_full_queue_is_noticed_within_seconds() -> None:
     uplink = Uplink(2_500_000)
-    uplink.run(2)
+    uplink.run(8)
     _, delay_s = uplink.run(5)
     assert delay_s < 0.002
     assert uplink.limit.bytes_per_s == pytest.approx(0.85 * uplink.rate, rel=0.1)
@@ -114,8 +114,8 @@ def test_a_delay_that_is_not_ours_holds_us_up_for_a_while_only() -> None:
     uplink.run(2, wants=100_000)
     uplink.other = lambda now: 0.0
     assert uplink.limit.bytes_per_s is not None
-    uplink.run(45)
-    assert uplink.run(10)[0] > 2_000_000
+    uplink.run(10)
+    assert uplink.run(10)[0] > 2_000_000, "one finding that no other confirms does not stand"
 
 
 @pytest.mark.parametrize(("base_s", "is_loopback"), [(0.002, False), (0.0, True)])
