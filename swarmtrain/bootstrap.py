@@ -23,6 +23,7 @@ from swarmtrain.manifest import SignedManifest
 from swarmtrain.naming import fingerprint
 from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import BootstrapOptions
+from swarmtrain.relaying import relaying_line
 from swarmtrain.run_lookup import LocatedRun, announce, run_payload
 from swarmtrain.run_package import blobs_folder, read_manifest_file
 from swarmtrain.served_run import open_served_run
@@ -58,6 +59,7 @@ async def _serve(
         connect_timeout_s=options.connect_timeout,
         limits=limits,
         lan=LAN_GROUP if options.lan else None,
+        relay_bytes_per_s=options.relay_limit,
     )
     async with (
         open_node(identity, config) as node,
@@ -73,6 +75,11 @@ async def _serve(
         gates = [open_served_run(node, path, run) for path, run in zip(manifests, runs, strict=True)]
         async with trio.open_nursery() as nursery:
             _introduce(node, dict(zip(manifests, runs, strict=True)), as_json=options.json)
+            if options.relay_limit:
+                click.echo(relaying_line(options.relay_limit), err=True)
+            closed = [gate for gate in gates if gate is not None and not gate.is_open]
+            if gates and len(closed) == len(gates):
+                node.relaying.serve_only(lambda peer: any(gate.has(peer) for gate in closed))
             for run, gate in zip(runs, gates, strict=True):
                 if node.local is not None:
                     node.local.care_about(run.signed.run_id)
@@ -125,6 +132,7 @@ async def _watch_run(node: Node, gate: Gate, run: LocatedRun) -> None:
         vouch=None if gate.is_open else gate.vouch,
     )
     gate.on_out = membership.forget
+    node.relaying.on_addresses(membership.move)
     membership.publish(PeerState.WATCHING, Status().encode())
     async with trio.open_nursery() as nursery:
         await nursery.start(membership.run)

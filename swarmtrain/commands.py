@@ -26,6 +26,7 @@ from swarmtrain.options import (
     MonitorOptions,
     RevokeOptions,
     download_rate,
+    relay_rate,
     upload_rate,
 )
 from swarmtrain.patch import patch
@@ -143,6 +144,15 @@ _connect_timeout = click.option(
 
 def _limits(command: F) -> F:
     """Adds how much of the link and of the machine's sockets the peer may use."""
+    command = click.option(
+        "--relay-limit",
+        type=relay_rate,
+        default="10Mbit",
+        show_default=True,
+        metavar="RATE|none",
+        help="What this peer passes on between peers that cannot reach each other, if others can reach it: their "
+        "traffic stays encrypted, and counts in both directions of your link. none relays nothing.",
+    )(command)
     command = click.option(
         "--max-connections",
         type=click.IntRange(8, 100_000),
@@ -324,6 +334,7 @@ once. The others train on either way.""",
     metavar="SECONDS",
     help="Time between checkpoints.",
 )
+@click.option("--relay-only", is_flag=True, hidden=True)
 @click.option(
     "--linger-s",
     type=click.FloatRange(0.0, 86400.0),

@@ -42,6 +42,7 @@ class PeerRow:
     loss: float | None = None
     tokens_per_s: float | None = None
     last_partner: str | None = None  # hex
+    last_relayed: bool | None = None  # whether it was met through a relay
     staleness: int | None = None  # rounds
     bytes_up: int | None = None
     bytes_down: int | None = None
@@ -118,13 +119,19 @@ def _table(rows: Iterable[PeerRow]) -> Table:
             _steps(row),
             _loss(row.loss),
             quantity(row.tokens_per_s),
-            (row.last_partner or "-")[:8],
+            _partner(row),
             "-" if row.staleness is None else str(row.staleness),
             quantity(row.bytes_up),
             quantity(row.bytes_down),
             duration(row.age_s),
         )
     return table
+
+
+def _partner(row: PeerRow) -> str:
+    """The partner's id; ~ in place of its last digit stands for a meeting through a relay."""
+    partner = (row.last_partner or "-")[:8]
+    return f"{partner[:7]}~" if row.last_relayed else partner
 
 
 def _steps(row: PeerRow) -> str:

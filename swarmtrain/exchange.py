@@ -190,6 +190,7 @@ class Exchanger:
         library: SnapshotLibrary,
         rng: random.Random,
         offload: Offload,
+        preference: Callable[[Contact], float] = lambda partner: 1.0,
     ) -> None:
         self._caller = caller
         self._config = config
@@ -200,6 +201,7 @@ class Exchanger:
         self._layout: FlatLayout = library.layout
         self._rng = rng
         self._offload = offload
+        self._preference = preference
         self._guard = Guard(config.outer_gain)
         self._busy = False
         self._incoming: _Session | None = None
@@ -287,7 +289,10 @@ class Exchanger:
     def _choose_partner(self) -> Contact | None:
         now = trio.current_time()
         able = [c for c in self._partners.candidates() if not self._is_backed_off(c.peer_id, now)]
-        return self._rng.choice(able) if able else None
+        weights = [self._preference(contact) for contact in able]
+        if len(set(weights)) <= 1:
+            return self._rng.choice(able) if able else None
+        return self._rng.choices(able, weights)[0]
 
     async def _initiate(self, partner: Contact, closed: ClosedRound, own: Snapshot, started_s: float) -> Report:
         id_ = self._rng.randbytes(16)

@@ -35,6 +35,7 @@ from swarmtrain.node import Node, NodeConfig, open_node
 from swarmtrain.options import JoinOptions
 from swarmtrain.own_run import own_run
 from swarmtrain.progress import Progress
+from swarmtrain.relaying import relaying_line
 from swarmtrain.run_lookup import LocatedRun, fetch_genesis_file, locate_run, run_payload
 from swarmtrain.saved_peers import SavedPeers
 from swarmtrain.snapshots import DENSE_BYTES_PER_WEIGHT
@@ -69,7 +70,8 @@ async def _join(
     limits = LinkLimits(up=options.limit_up, down=options.limit_down, max_connections=options.max_connections)
     config = NodeConfig(
         limits=limits,
-        listen=options.listen,
+        relay_bytes_per_s=options.relay_limit,
+        listen=None if options.relay_only else options.listen,
         announce=options.announce,
         interface=options.interface,
         entries=target.peers,
@@ -80,7 +82,8 @@ async def _join(
         open_node(identity, config) as node,
         open_rendezvous(node, initial_peers, progress.say) as rendezvous,
     ):
-        progress.say(f"peer {short(identity.peer_id)} listens on {', '.join(map(str, node.addresses))}")
+        where = f"listens on {', '.join(map(str, node.addresses))}" if node.addresses else "only dials others"
+        progress.say(f"peer {short(identity.peer_id)} {where}")
         run = await _find_run(node, rendezvous, target, options, progress.say)
         if rendezvous is not None:
             rendezvous.announce(run_payload(node, run))
@@ -91,6 +94,8 @@ async def _join(
         weights = parameter_count(manifest.model.config())
         check_room(out, weights)
         gate = await enter_run(node, run, target, folder=out)
+        node.relaying.belong_to(gate)
+        await _settle(node, options, progress.say)
         _introduce(run, weights, progress.say)
         tokens = await trio.to_thread.run_sync(_prepare_data, manifest, options)
         with open_workspace(out, run.signed, resume=options.resume) as workspace, EventLog(workspace.events) as events:
@@ -123,6 +128,7 @@ async def _join(
             )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(saved.keep, peer.live_contacts)
+                nursery.start_soon(node.relaying.keep_settled)
                 ended = await _run_until_signal(peer, progress)
                 nursery.cancel_scope.cancel()
             if peer.is_expelled:
@@ -180,6 +186,21 @@ async def _find_run(
             say(f"training goes on alone from {folder}; the others are looked for all the time")
             return run
     raise failure
+
+
+async def _settle(node: Node, options: JoinOptions, say: Callable[[str], None]) -> None:
+    """Finds out how others reach this peer, and says so if it matters to the user."""
+    can_be_reached = await node.relaying.settle()
+    relays = ", ".join(map(short, node.relaying.relays))
+    if node.relaying.is_outbound_only and can_be_reached:
+        say(f"others cannot dial this peer; they reach it through {relays}")
+    elif node.relaying.is_outbound_only:
+        say(
+            "others cannot dial this peer, and no public peer relays for it yet: it meets those that it can dial; "
+            "forward a port and name it with --announce HOST:PORT, or start `swarmtrain bootstrap` on a public machine"
+        )
+    elif options.announce and options.relay_limit:
+        say(relaying_line(options.relay_limit))
 
 
 def _introduce(run: LocatedRun, weights: int, say: Callable[[str], None]) -> None:

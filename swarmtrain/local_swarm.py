@@ -112,7 +112,16 @@ class LocalSwarm:
         except (ValueError, KeyError):
             raise UserError(f"the bootstrap peer did not start; see {log}") from None
 
-    def join(self, label: str, run: str, peer: str, *, data: Sequence[Path] = (), resume: bool = False) -> PeerProcess:
+    def join(
+        self,
+        label: str,
+        run: str,
+        peer: str,
+        *,
+        data: Sequence[Path] = (),
+        resume: bool = False,
+        options: Sequence[str] = (),
+    ) -> PeerProcess:
         """Starts a training peer of `run`, one thread of computation on the CPU."""
         folder = self._out / label.replace(" ", "-")
         log = folder.with_suffix(".log")
@@ -122,6 +131,7 @@ class LocalSwarm:
             arguments += ["--data", str(path)]
         if resume:
             arguments.append("--resume")
+        arguments += options
         return PeerProcess(label, folder, log, self._start(arguments, log))
 
     def watch(self, peers: Sequence[PeerProcess], steps: int) -> None:

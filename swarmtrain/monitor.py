@@ -138,6 +138,7 @@ def peer_row(member: Member) -> PeerRow:
         loss=status.validation_loss if trains and math.isfinite(status.validation_loss) else None,
         tokens_per_s=status.tokens_per_s if trains else None,
         last_partner=status.last_partner.hex() if status.last_partner else None,
+        last_relayed=status.last_relayed if status.last_partner else None,
         staleness=status.staleness if trains else None,
         bytes_up=status.bytes_sent,
         bytes_down=status.bytes_received,

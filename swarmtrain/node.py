@@ -32,6 +32,7 @@ from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
 from swarmtrain.link_limits import LinkLimits, endpoint_limits, open_files_limit
 from swarmtrain.local_network import LocalNetwork, beacon_hosts
+from swarmtrain.relaying import Relaying
 
 # Addresses of RFC 5737, to which nothing is ever sent: connecting a UDP socket only looks up the route.
 _ROUTE_PROBE = ("192.0.2.1", 9)
@@ -47,13 +48,14 @@ class NodeConfig:
     With `announce`, exactly these addresses are told to others; without, those of `swarm_peer.address_policy`.
     """
 
-    listen: str
+    listen: str | None  # None: only dials others
     announce: Sequence[str] = ()
     interface: str | None = None  # the only one whose addresses are announced
     entries: Sequence[EntryPoint] = ()
     limits: LinkLimits = field(default_factory=LinkLimits)
     lan: tuple[str, int] | None = None  # the multicast group for beacons in the local network; None: no beacons
-    serve: bool = True  # holds DHT records for others
+    serve: bool = True  # holds DHT records for others, and is to be reached by them
+    relay_bytes_per_s: float = 0.0  # what it relays for others at most
     connect_timeout_s: float = 10.0  # for one dial and its handshake; slower links also get longer answer times
     quota_bytes: int = 8 << 30  # what is on offer and under way; nothing is reserved
 
@@ -120,15 +122,20 @@ class NodeBlobs:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A running node.  `addresses` is what it announces."""
+    """A running node."""
 
     identity: Identity
     endpoint: Endpoint
     discovery: Kademlia
     blobs: NodeBlobs
-    addresses: tuple[Address, ...]
+    relaying: Relaying
     answer_deadline_s: float = 5.0  # for small calls
     local: LocalNetwork | None = None
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """What it announces; `relaying.on_addresses` tells when that changes."""
+        return self.relaying.addresses
 
     @property
     def contact(self) -> Contact:
@@ -141,7 +148,7 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
 
     Raises UserError when the port is busy or an address is malformed.
     """
-    listen = _parse(config.listen)
+    listen = [_parse(config.listen)] if config.listen is not None else []
     own = judge_interfaces(config.entries, config.interface)
     given = tuple(_parse(text, parse_announced) for text in config.announce)
     patience_s = config.connect_timeout_s
@@ -149,25 +156,39 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
     limits, accept = endpoint_limits(config.limits, open_files_limit())
     accept = dataclasses.replace(accept, handshake_deadline_s=max(10.0, patience_s))
     limits = dataclasses.replace(limits, dial_deadline_s=patience_s)
-    endpoint = Endpoint(identity, TlsTransport(identity, limits=accept), limits=limits)
+    transport = TlsTransport(identity, limits=accept)
+    endpoint = Endpoint(identity, transport, limits=limits)
     timing = KademliaParams(
         rpc_deadline_s=answer_s, lookup_deadline_s=max(20.0, 4 * answer_s), connect_deadline_s=patience_s
     )
     store = BlobStore(config.quota_bytes)
     async with trio.open_nursery() as nursery:
         try:
-            bound: list[Address] = await nursery.start(endpoint.run, [listen])
+            bound: list[Address] = await nursery.start(endpoint.run, listen)
         except AddressInUse as error:
             raise UserError(str(error), ExitCode.PORT_BUSY) from None
         except ListenError as error:
             raise UserError(str(error), ExitCode.USAGE) from None
         try:
-            addresses = given or reachable_addresses(bound, own, config.entries)
+            addresses = given or (reachable_addresses(bound, own, config.entries) if bound else ())
             discovery = Kademlia(
                 endpoint, identity, rng=random.Random(identity.peer_id), params=timing, serve=config.serve
             )
+            relaying = Relaying(
+                endpoint,
+                transport,
+                discovery.table,
+                own=addresses,
+                port=bound[0].port if bound else None,
+                is_given=bool(given),
+                limit_bytes_per_s=config.relay_bytes_per_s,
+                takes_part=config.serve,
+                rng=random.Random(identity.peer_id),
+            )
             discovery.advertise(addresses)
+            relaying.on_addresses(discovery.advertise)
             await nursery.start(discovery.run)
+            await nursery.start(relaying.run)
             door = BlobDoor()
             guarded = GuardedCaller(endpoint, door.check)
             blobs = NodeBlobs(store, BlobExchange(guarded, store, download=endpoint.download), door)
@@ -176,7 +197,7 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             if config.lan and hosts:
                 local = LocalNetwork(identity.peer_id, bound[0].port, hosts, discovery, config.lan)
                 await nursery.start(local.run)
-            yield Node(identity, endpoint, discovery, blobs, addresses, max(5.0, answer_s), local)
+            yield Node(identity, endpoint, discovery, blobs, relaying, max(5.0, answer_s), local)
         finally:
             with trio.move_on_after(3.0, shield=True):
                 await endpoint.aclose()

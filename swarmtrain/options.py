@@ -38,6 +38,11 @@ def download_rate(text: str) -> float | None:
         raise click.BadParameter(str(error)) from None
 
 
+def relay_rate(text: str) -> float:
+    """Click's type of ``--relay-limit``: bytes per second, 0 for "0" and "none"."""
+    return 0.0 if text in ("0", "none") else download_rate(text) or 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
     """What every command has: where this user's identity and logs are kept."""
@@ -92,6 +97,7 @@ class BootstrapOptions(CommonOptions):
     connect_timeout: float = 10.0
     limit_up: UploadRate = "auto"  # bytes per second
     limit_down: float | None = None
+    relay_limit: float = 1.25e6  # bytes per second; 0: relays nothing
     max_connections: int | None = None  # None: as many as the open files allow
     lan: bool = True
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
@@ -116,6 +122,7 @@ class JoinOptions(CommonOptions):
     connect_timeout: float = 10.0
     limit_up: UploadRate = "auto"  # bytes per second
     limit_down: float | None = None
+    relay_limit: float = 1.25e6  # bytes per second; 0: relays nothing
     max_connections: int | None = None  # None: as many as the open files allow
     lan: bool = True
     device: DeviceName = "auto"
@@ -125,6 +132,7 @@ class JoinOptions(CommonOptions):
     identity: Path | None = None
     threads: int | None = None  # torch's threads; None: the cores this process may use
     checkpoint_s: float = 300.0
+    relay_only: bool = False  # listens on nothing and is found through relays
     linger_s: float = 60.0  # how long to go on serving weights after the last step
     json: bool = False
 

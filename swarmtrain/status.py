@@ -39,6 +39,7 @@ class Status(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen
     tokens_per_s: float = 0.0
     tokens_total: _Count = 0
     last_partner: Annotated[bytes, msgspec.Meta(max_length=4)] = b""
+    last_relayed: bool = False  # whether the last exchange went through a relay
     staleness: _Count = 0
     exchanges: _Count = 0
     rejected: _Count = 0

@@ -19,10 +19,11 @@ import numpy as np
 import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.gated import Gate
-from swarm_peer.identity import short
+from swarm_peer.identity import PeerId, short
 from swarm_peer.members import Member
 from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
+from swarm_peer.relay_entry import direct_addresses
 
 from swarmtrain import control
 from swarmtrain.connection_watch import ConnectionWatch
@@ -112,6 +113,7 @@ class TrainingPeer:
         gate.on_out = self._membership.forget
         gate.on_expelled = self._on_expelled
         self.is_expelled = False
+        node.relaying.on_addresses(self._membership.move)
         self._slabs = Slabs.create(self._layout.size)
         self._link = TrainerLink(self._slabs, self._on_trainer_message)
         self._donor = Donor(
@@ -144,6 +146,7 @@ class TrainingPeer:
             library=self._library,
             rng=random.Random(self._rng.random()),
             offload=trio.to_thread.run_sync,
+            preference=node.relaying.preference,
         )
         self._exchanger.on_report = self._on_report
         self._notices = ExchangeNotices()
@@ -211,7 +214,8 @@ class TrainingPeer:
             self._settled.set()
 
     async def _announce(self) -> None:
-        await announce(self._node, self._run)
+        if direct_addresses(self._node.addresses):  # who cannot be dialled is no place to get the manifest from
+            await announce(self._node, self._run)
 
     # ------------------------------------------------------------------------------------------------ getting weights
 
@@ -391,9 +395,13 @@ class TrainingPeer:
 
     def _on_report(self, report: Report) -> None:
         self._notice(self._notices.exchange_ended(report.partner, report.outcome))
+        is_relayed = self._node.endpoint.is_relayed(PeerId(report.partner)) or False
         if report.outcome == "mixed":
             self._update(
-                exchanges=self.status.exchanges + 1, last_partner=report.partner[:4], staleness=report.staleness
+                exchanges=self.status.exchanges + 1,
+                last_partner=report.partner[:4],
+                last_relayed=is_relayed,
+                staleness=report.staleness,
             )
         elif report.outcome not in ("busy", "too-soon", "not-ready"):
             self._update(rejected=self.status.rejected + 1)
@@ -401,6 +409,7 @@ class TrainingPeer:
             "exchange",
             partner=short(report.partner),
             initiated=report.initiated,
+            relayed=is_relayed,
             outcome=report.outcome,
             staleness=report.staleness,
             weight=report.weight,

@@ -16,6 +16,7 @@ from swarm_peer.identity import PEER_ID_BYTES, PeerId
 
 MAX_ADDRESSES = 8
 LOOPBACK = "loopback"
+RELAY_PREFIX = "relay:"  # begins the host of a relay entry, see `relay_entry.py`
 _HOST_PATTERN = r"^[0-9A-Za-z._:%-]{1,253}\Z"  # `$` would let a trailing newline through
 _HOST_NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?\.?")
 _PEER_ID_TEXT = re.compile(r"[0-9a-fA-F]{64}")
@@ -32,6 +33,9 @@ class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     port: Port
 
     def __str__(self) -> str:
+        if self.host.startswith(RELAY_PREFIX):
+            _, relay, host = (*self.host.split(":", 2), "", "")[:3]
+            return f"{RELAY_PREFIX}{relay[:8]}@{Address(host, self.port)}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import trio
 
@@ -39,6 +39,7 @@ from swarm_peer.identity import Identity, PeerId, short
 from swarm_peer.lanes import LANE_IDLE_S, Lanes
 from swarm_peer.mux import ByeCode
 from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
+from swarm_peer.relay_entry import direct_addresses
 from swarm_peer.rpc import Handler, Method, Q, R, StreamHandler, decode_body, encode_body
 from swarm_peer.serving import Registered, Shared
 from swarm_peer.transport import Channel, Transport
@@ -51,6 +52,9 @@ _MAX_BANS = 4096
 # the older one is what a crashed remote has left behind.
 _SIMULTANEOUS_S = 10.0
 _STAGGER_S = 0.25
+# With addresses that can be dialled directly, a relay is asked only after this time, or when all have failed.
+_DETOUR_AFTER_S = 1.0
+_RELAYED_IDLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,28 @@ class EndpointStats:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
+class Detour(Protocol):
+    """A way to peers that cannot be dialled: through the relays that their contacts name."""
+
+    async def dial(self, to: Contact, deadline_s: float) -> Channel:
+        """A relayed channel, with us as TLS client. Is cancelled when the peer connects to us meanwhile.
+
+        Raises `ConnectError`.
+        """
+        ...
+
+
 class _Dial:
     """A dial under way, shared by all calls that wait for it."""
 
     def __init__(self) -> None:
         self.done = trio.Event()
         self.error: ConnectError | None = None
+        self.detour = trio.CancelScope()
+
+    def end(self) -> None:
+        self.done.set()
+        self.detour.cancel()
 
 
 class Endpoint:
@@ -123,6 +143,7 @@ class Endpoint:
         self._refusing = 0
         self._dialling = 0
         self._closed_one = trio.Event()
+        self.detour: Detour | None = None
 
     @property
     def peer_id(self) -> PeerId:
@@ -278,6 +299,16 @@ class Endpoint:
         self._nursery.start_soon(self._supervise, connection)
         return channel.remote
 
+    async def take(self, channel: Channel, *, is_dialer: bool, is_relayed: bool) -> bool:
+        """Puts a channel to use that came about in another way than by `Transport.dial` and `serve`. False, and it is
+        closed, if contact with its remote is refused."""
+        if self._nursery is None or self._ban_of(channel.remote) is not None:
+            await self._connection(channel, is_dialer=is_dialer).refuse(ByeCode.BANNED)
+            return False
+        connection = self._adopt(channel, is_dialer=is_dialer, is_relayed=is_relayed)
+        self._nursery.start_soon(self._supervise, connection)
+        return True
+
     def ban(self, peer_id: PeerId, reason: str, seconds: float) -> None:
         """Refuses all contact with a peer for a while, and ends its connections now. Counted as "banned"."""
         now = trio.current_time()
@@ -339,18 +370,21 @@ class Endpoint:
         async with self._lanes.lock(remote, number):
             if (connection := self._lanes.find(remote, number)) is not None:
                 return connection
-            if main.is_relayed or self._nursery is None:
+            # Who is known by relays only was reached by simultaneous open, and that works once.
+            is_hidden = bool(to.addresses) and not direct_addresses(to.addresses)
+            if main.is_relayed or is_hidden or self._nursery is None:
                 raise Unreachable(to, "there is no direct way for another connection to it")
             live = len(self._connections()) + self._dialling
             if not self._lanes.has_room(remote) or live + 2 > self._limits.max_connections:
                 raise Unreachable(to, "there is no room for another connection to it")
             here = (main.channel.remote_address,) if main.is_dialer else ()
-            addresses = tuple(dict.fromkeys((*here, *to.addresses)))
+            addresses = tuple(dict.fromkeys((*here, *direct_addresses(to.addresses))))
             if not addresses:
                 raise Unreachable(to, "no address of it is known")
             async with self._slot(to):
-                channel = await self._dial_first(Contact(remote, addresses), is_lane=True)
-            connection = self._adopt_lane(channel, number)
+                won = await self._dial_first(Contact(remote, addresses), is_lane=True)
+            assert won is not None
+            connection = self._adopt_lane(won[0], number)
             self._nursery.start_soon(self._supervise, connection)
             return connection
 
@@ -365,11 +399,14 @@ class Endpoint:
         remote = PeerId(to.peer_id)
         try:
             async with self._slot(to):
-                channel = await self._dial_first(to)
+                won = await self._dial_first(to, dial)
+            if won is None:  # it has connected to us
+                return
+            channel, is_relayed = won
             if (ban := self._ban_of(remote)) is not None:
                 await self._connection(channel, is_dialer=True).refuse(ByeCode.BANNED)
                 raise ban
-            connection = self._adopt(channel, is_dialer=True)
+            connection = self._adopt(channel, is_dialer=True, is_relayed=is_relayed)
             assert self._nursery is not None
             self._nursery.start_soon(self._supervise, connection)
         except ConnectError as error:
@@ -378,7 +415,7 @@ class Endpoint:
             logger.exception("dialling %s failed", to)
             dial.error = Unreachable(to, f"internal error: {type(error).__name__}")
         finally:
-            dial.done.set()
+            dial.end()
             if self._dials.get(remote) is dial:
                 del self._dials[remote]
 
@@ -401,37 +438,56 @@ class Endpoint:
             self._closed_one.set()
             self._closed_one = trio.Event()
 
-    async def _dial_first(self, to: Contact, *, is_lane: bool = False) -> Channel:
-        """Tries the addresses in order, each with a small head start (RFC 8305); the first that works wins."""
+    async def _dial_first(
+        self, to: Contact, dial: _Dial | None = None, *, is_lane: bool = False
+    ) -> tuple[Channel, bool] | None:
+        """Tries the addresses in order, each with a small head start (RFC 8305), and last, with `dial`, the detour.
+
+        Returns the first channel, and whether it is relayed; None if the peer was faster and connected to us.
+        """
         remote = PeerId(to.peer_id)
         deadline_s = self._limits.dial_deadline_s
         more: dict[str, bool] = {"is_lane": True} if is_lane else {}
-        if len(to.addresses) == 1:
-            return await self._transport.dial(to.addresses[0], remote, deadline_s, **more)
-        won: list[Channel] = []
+        won: list[tuple[Channel, bool]] = []
         errors: list[ConnectError] = []
+        direct = direct_addresses(to.addresses)
+        all_failed = trio.Event()
 
-        async def attempt(address: Address, failed: trio.Event) -> None:
+        async def attempt(address: Address | None, failed: trio.Event) -> None:
             try:
-                channel = await self._transport.dial(address, remote, deadline_s, **more)
+                if address is not None:
+                    won.append((await self._transport.dial(address, remote, deadline_s, **more), False))
+                else:
+                    assert self.detour is not None
+                    assert dial is not None
+                    with dial.detour:
+                        won.append((await self.detour.dial(to, deadline_s), True))
             except ConnectError as error:
                 errors.append(error)
                 failed.set()
+                if len(errors) >= len(direct):
+                    all_failed.set()
                 return
-            won.append(channel)
             nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
-            for address in to.addresses:
+            for address in direct:
                 failed = trio.Event()
                 nursery.start_soon(attempt, address, failed)
                 with trio.move_on_after(_STAGGER_S):
                     await failed.wait()
-        for channel in won[1:]:
+            if dial is not None and len(direct) < len(to.addresses) and self.detour is not None:
+                if direct:
+                    with trio.move_on_after(_DETOUR_AFTER_S):
+                        await all_failed.wait()
+                nursery.start_soon(attempt, None, trio.Event())
+        for channel, _ in won[1:]:
             await channel.stream.aclose()
-        if not won:
-            raise errors[0]
-        return won[0]
+        if won:
+            return won[0]
+        if dial is not None and dial.done.is_set():
+            return None
+        raise errors[0] if errors else Unreachable(to, "it can be reached through relays only")
 
     async def _accept(self, channel: Channel) -> None:
         """The life of a connection that a remote dialled."""
@@ -455,7 +511,7 @@ class Endpoint:
         if channel.is_lane and not (self._usable(channel.remote) and self._lanes.has_room(channel.remote)):
             self._drops["full"] += 1
             return ByeCode.FULL
-        inbound = [c for c in self._connections() if not c.is_dialer]
+        inbound = [c for c in self._connections() if not c.is_dialer and not c.is_relayed]
         group = host_group(channel.remote_address.host)
         from_there = sum(host_group(c.channel.remote_address.host) == group for c in inbound)
         if group != LOOPBACK and from_there >= self._limits.max_inbound_per_host:
@@ -476,17 +532,15 @@ class Endpoint:
         min(quiet, key=lambda c: c.last_active).close(ByeCode.IDLE)
         return True
 
-    def _connection(self, channel: Channel, *, is_dialer: bool) -> Connection:
-        return Connection(
-            channel,
-            is_dialer=is_dialer,
-            shared=self._shared,
-            limits=self._limits.connection,
-        )
+    def _connection(self, channel: Channel, *, is_dialer: bool, is_relayed: bool = False) -> Connection:
+        limits = self._limits.connection
+        if is_relayed:
+            limits = dataclasses.replace(limits, idle_s=min(limits.idle_s, _RELAYED_IDLE_S))
+        return Connection(channel, is_dialer=is_dialer, shared=self._shared, limits=limits, is_relayed=is_relayed)
 
-    def _adopt(self, channel: Channel, *, is_dialer: bool) -> Connection:
+    def _adopt(self, channel: Channel, *, is_dialer: bool, is_relayed: bool = False) -> Connection:
         """Puts a new connection in the pool and retires what it replaces."""
-        connection = self._connection(channel, is_dialer=is_dialer)
+        connection = self._connection(channel, is_dialer=is_dialer, is_relayed=is_relayed)
         if is_dialer:
             outbound = [c for c in self._connections() if c.is_dialer]
             if len(outbound) >= self._limits.max_outbound:
@@ -500,10 +554,11 @@ class Endpoint:
         if len(usable) > 1 and self.peer_id < channel.remote:
             kept = self._preferred(usable)
             for other in usable:
-                if other is not kept:
+                # A relayed one that a direct one replaces is left to what is under way on it, and then to its idleness.
+                if other is not kept and other.is_relayed == kept.is_relayed:
                     other.close(ByeCode.DUPLICATE)
         if (dial := self._dials.pop(channel.remote, None)) is not None:
-            dial.done.set()  # whoever waits for our dial may as well use this one
+            dial.end()  # whoever waits for our dial may as well use this one
         return connection
 
     async def _supervise(self, connection: Connection) -> None:
@@ -541,7 +596,9 @@ class Endpoint:
         return self._preferred(usable) if usable else None
 
     def _preferred(self, usable: list[Connection]) -> Connection:
-        """Of several connections to one remote, the one to keep. Both ends come to the same answer."""
+        """Of several connections to one remote, the one to keep: a direct one if there is any. Both ends come to the
+        same answer."""
+        usable = [c for c in usable if not c.is_relayed] or usable
         newest = usable[-1]
         recent = [c for c in usable if newest.since - c.since < _SIMULTANEOUS_S]
         of_smaller = [c for c in recent if c.is_dialer == (self.peer_id < c.channel.remote)]

@@ -112,6 +112,7 @@ class Membership:
         self._started_at: float | None = None
         self._own: SignedRecord | None = None
         self._has_news = trio.Event()
+        self._has_moved = trio.Event()
         self._shunned: dict[bytes, tuple[float, int]] = {}  # until, after how many failures
         self._met: dict[bytes, Contact] = {}  # kept when the table has forgotten them; those met last come last
         self._has_left = False
@@ -136,6 +137,16 @@ class Membership:
         self._state, self._status = state, status
         if has_new_state or self._may_renew(trio.current_time()):
             self._sign()
+
+    def move(self, addresses: Iterable[Address]) -> None:
+        """States where we can be reached from now on; goes out at once."""
+        moved = tuple(addresses)[:MAX_ADDRESSES]
+        if moved == self._addresses or self._has_left:
+            return
+        self._addresses = moved
+        if self._own is not None:
+            self._sign()
+            self._has_moved.set()
 
     def members(self) -> list[Member]:
         """Everybody else that we know of, those that left or were lost included."""
@@ -270,7 +281,10 @@ class Membership:
             attempt = 0 if self.live() else attempt + 1
             first, longest = self._params.retry_s
             wait_s = self._params.discovery_s if self.live() else min(longest, first * float(2 ** min(attempt, 16)))
-            await trio.sleep(wait_s * self._rng.uniform(0.8, 1.2))
+            with trio.move_on_after(wait_s * self._rng.uniform(0.8, 1.2)):
+                await self._has_moved.wait()
+                self._has_moved = trio.Event()
+                await self._announce()
 
     async def _announce(self) -> None:
         record = make_record(self._identity, "peer", peers_key(self._run_id), self._seq, _DHT_TTL_S, self._payload())

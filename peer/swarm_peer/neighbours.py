@@ -18,6 +18,7 @@ from swarm_peer.dht import FIND_NODES, PING, FindNodes, Ping
 from swarm_peer.errors import PeerError, Refusal
 from swarm_peer.identity import PeerId
 from swarm_peer.kademlia_params import KademliaParams
+from swarm_peer.relay_entry import direct_addresses
 from swarm_peer.routing import RoutingTable, is_dialable, is_local
 from swarm_peer.rpc import Caller, Method, Q, R
 from swarm_peer.storage import RateLimiter
@@ -72,7 +73,7 @@ class Neighbours:
 
     def advertise(self, addresses: Iterable[Address]) -> None:
         """States where we can be dialled."""
-        self._addresses = tuple(addresses)[:MAX_ADDRESSES]
+        self._addresses = direct_addresses(tuple(addresses))[:MAX_ADDRESSES]
         self._learn_where_we_live()
 
     def learn_addresses(self, addresses: tuple[Address, ...]) -> None:
@@ -93,8 +94,8 @@ class Neighbours:
 
     def usable(self, told: Iterable[Contact]) -> list[Contact]:
         """Contacts that strangers told, with the addresses that may be used; without any, the contact is dropped."""
-        kept = ((contact, self.dialable(contact.addresses)) for contact in told)
-        return [c if c.addresses is those else Contact(c.peer_id, those) for c, those in kept if those]
+        kept = ((contact, direct_addresses(self.dialable(contact.addresses))) for contact in told)
+        return [c if c.addresses == those else Contact(c.peer_id, those) for c, those in kept if those]
 
     def _learn_where_we_live(self) -> None:
         ours = [*self._addresses, *(address for _, address in self._entries)]

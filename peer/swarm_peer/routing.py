@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
-from swarm_peer.addresses import Address, Contact
+from swarm_peer.addresses import RELAY_PREFIX, Address, Contact
+from swarm_peer.relay_entry import relay_of
 
 ID_BITS: Final = 256
 
@@ -225,7 +226,10 @@ def _network(host: str, v4_bits: int, v6_bits: int) -> Hashable | None:
 
 @lru_cache(maxsize=4096)
 def is_local(host: str) -> bool:
-    """True for literal loopback, private and link-local addresses, and for "localhost"."""
+    """True for literal loopback, private and link-local addresses, for "localhost", and for such a relay's entry."""
+    if host.startswith(RELAY_PREFIX):
+        relay = relay_of(Address(host, 1))
+        return relay is not None and is_local(relay.addresses[0].host)
     if host == "localhost":
         return True
     try:
@@ -244,6 +248,9 @@ def is_dialable(address: Address, *, local_allowed: bool) -> bool:
     """
     if address.port == 0:
         return False
+    if address.host.startswith(RELAY_PREFIX):
+        relay = relay_of(address)
+        return relay is not None and is_dialable(relay.addresses[0], local_allowed=local_allowed)
     try:
         ip = ipaddress.ip_address(address.host.partition("%")[0])
     except ValueError:

@@ -380,6 +380,22 @@ def test_a_change_of_state_is_known_to_some_at_once_and_to_all_soon() -> None:
     simulate(scenario)
 
 
+def test_a_peer_that_moves_is_found_at_its_new_place() -> None:
+    async def scenario(swarm: Swarm) -> None:
+        await swarm.grow(6)
+        await trio.sleep(30)
+        moved, *others = swarm.peers
+        moved.membership.move([Address("10.0.9.9", PORT)])
+        await trio.sleep(15)
+        for other in others:
+            (contact,) = [m.contact for m in other.membership.members() if m.contact.peer_id == moved.contact.peer_id]
+            assert contact.addresses == (Address("10.0.9.9", PORT),)
+        announced = decode_peer(swarm.directory.records[moved.identity.peer_id])
+        assert announced.addresses == (Address("10.0.9.9", PORT),)
+
+    simulate(scenario)
+
+
 def test_status_alone_is_renewed_at_most_once_per_interval() -> None:
     async def scenario(swarm: Swarm) -> None:
         await swarm.grow(2)

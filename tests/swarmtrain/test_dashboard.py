@@ -141,3 +141,10 @@ def test_quantities(value: float | None, text: str) -> None:
 @pytest.mark.parametrize(("seconds", "text"), DURATIONS.items())
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_partner_that_was_met_through_a_relay_is_marked() -> None:
+    row = PeerRow(peer_id=ALICE, state="training", last_partner=BOB, last_relayed=True)
+    view = SwarmView(run_name="r", run_id="c3" * 32, peers=(row,))
+    assert "b0b0b0b~" in drawn(view)
+    assert json.loads(to_json(view))["peers"][0]["last_relayed"] is True

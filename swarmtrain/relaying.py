@@ -1,0 +1,205 @@
+"""A node's part in relaying: it relays for others, or, if nobody can dial it, is found through relays itself.
+
+Which of the two it is, others find out for it: they dial it back. Until then, and whenever nobody answers the question,
+it announces its own addresses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import random
+from collections.abc import Callable
+
+import trio
+from swarm_peer.addresses import Address, Contact
+from swarm_peer.circuit_table import RelayLimits
+from swarm_peer.circuits import Circuits
+from swarm_peer.dial_back import DialBack, Verdict
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.errors import PeerError
+from swarm_peer.gated import Gate
+from swarm_peer.identity import PeerId
+from swarm_peer.raw import RawTransport
+from swarm_peer.relay import Relay
+from swarm_peer.relay_entry import direct_addresses, relays_of
+from swarm_peer.reservations import Reservations
+from swarm_peer.routing import RoutingTable, is_local
+
+from swarmtrain.rates import format_rate
+
+logger = logging.getLogger("swarmtrain.relaying")
+
+HELPERS = 4
+RELAYED_PREFERENCE = 0.25
+FIRST_RELAY_S = 5.0
+FIRST_RECHECK_S = 15.0
+RECHECK_S = 300.0
+
+
+class Relaying:
+    """See the module. `own` are the addresses that the node listens on, as others should try them; `port` is None if it
+    listens on nothing. What the user has stated (`is_given`) is not called in question.
+
+    `limit_bytes_per_s` is what it relays for others at most; 0 for nothing. `takes_part` is False for those who only
+    look: they hold no place with any relay.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        transport: RawTransport,
+        table: RoutingTable,
+        *,
+        own: tuple[Address, ...],
+        port: int | None,
+        is_given: bool = False,
+        limit_bytes_per_s: float,
+        takes_part: bool,
+        rng: random.Random,
+    ) -> None:
+        self._endpoint = endpoint
+        self._table = table
+        self._own = own
+        self._port = port
+        self._is_given = is_given
+        self._has_asked = False
+        self._takes_part = takes_part
+        self.is_outbound_only = False
+        self._dial_back = DialBack(endpoint, transport)
+        self._reservations = Reservations(endpoint, candidates=table.contacts, rng=rng)
+        self._reservations.on_change = self._tell
+        self._circuits = Circuits(
+            endpoint,
+            transport,
+            relay_contact=self._reservations.find,
+            public_port=lambda: None if self.is_outbound_only or not takes_part else port,
+            local_allowed=lambda: not own or any(is_local(address.host) for address in own),
+            may_punch=port is not None,
+        )
+        self.relay: Relay | None = None
+        if limit_bytes_per_s > 0 and port is not None:
+            self.relay = Relay(endpoint, transport, limits=RelayLimits(bytes_per_s=limit_bytes_per_s))
+        self._listeners: list[Callable[[tuple[Address, ...]], None]] = []
+        self._wants_relays = trio.Event()
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where others can reach this node now: its own addresses, or those of its relays."""
+        return self._reservations.entries if self.is_outbound_only else self._own
+
+    @property
+    def relays(self) -> tuple[PeerId, ...]:
+        """The peers that relay for this one."""
+        contact = Contact(self._endpoint.peer_id, self._reservations.entries)
+        return tuple(PeerId(relay.peer_id) for relay in relays_of(contact))
+
+    def serve_only(self, may_relay: Callable[[PeerId], bool]) -> None:
+        """Relays from now on only for those whom `may_relay` names: the members of a run that is not open."""
+        if self.relay is not None:
+            self.relay.may_relay = may_relay
+
+    def belong_to(self, gate: Gate) -> None:
+        """Takes part as a member of one run: shows relays that it is one and, if the run is closed, relays for no one
+        else."""
+        self._reservations.caller = self._circuits.caller = gate
+        if not gate.is_open:
+            self.serve_only(gate.has)
+
+    def preference(self, contact: Contact) -> float:
+        """How much to prefer a partner, between 0 and 1: paths through relays are slow, and others share them."""
+        is_relayed = self._endpoint.is_relayed(PeerId(contact.peer_id))
+        if is_relayed is None:
+            is_relayed = self.is_outbound_only and bool(contact.addresses) and not direct_addresses(contact.addresses)
+        return RELAYED_PREFERENCE if is_relayed else 1.0
+
+    def on_addresses(self, listener: Callable[[tuple[Address, ...]], None]) -> None:
+        """Has `listener` called with the addresses whenever they have changed."""
+        self._listeners.append(listener)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Relays, and is relayed, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._circuits.run)
+            if self.relay is not None:
+                await nursery.start(self.relay.run)
+            task_status.started()
+            await self._wants_relays.wait()
+            await self._reservations.run()
+
+    async def settle(self) -> bool:
+        """Finds out whether others can dial this node, by asking some; if not, finds it relays.
+
+        False if it cannot be reached: nobody dials it, and nobody relays for it yet.
+        """
+        if self._port is None:
+            self._set_outbound_only(True)
+        elif not self._is_given:
+            verdicts = await self._ask_helpers()
+            self._has_asked = self._has_asked or bool(verdicts)
+            if verdicts:
+                self._set_outbound_only(not is_reachable(verdicts))
+        if not self.is_outbound_only:
+            return True
+        with trio.move_on_after(FIRST_RELAY_S):
+            while not self._reservations.entries:
+                await self._reservations.changed.wait()
+        return bool(self._reservations.entries)
+
+    async def keep_settled(self) -> None:
+        """Looks again from time to time, until cancelled."""
+        while True:
+            await trio.sleep(RECHECK_S if self._has_asked else FIRST_RECHECK_S)
+            await self.settle()
+
+    def _set_outbound_only(self, is_outbound_only: bool) -> None:
+        if self.is_outbound_only == is_outbound_only:
+            return
+        self.is_outbound_only = is_outbound_only
+        if is_outbound_only and self._takes_part:
+            self._wants_relays.set()
+        logger.info("others %s dial this peer", "cannot" if is_outbound_only else "can")
+        self._tell()
+
+    async def _ask_helpers(self) -> list[Verdict]:
+        assert self._port is not None
+        port, verdicts = self._port, list[Verdict]()
+        connected = [peer for peer in self._endpoint.connected() if self._endpoint.seen_at(peer) is not None]
+        helpers = {PeerId(c.peer_id): c for c in self._table.contacts()}
+        chosen = [helpers.get(peer, Contact(peer, ())) for peer in connected]
+        chosen += [contact for peer, contact in helpers.items() if peer not in connected]
+
+        async def ask(helper: Contact) -> None:
+            try:
+                verdicts.append(await self._dial_back.ask(helper, port))
+            except PeerError as error:
+                logger.info("%s does not say whether it can dial us: %s", helper, error)
+
+        async with trio.open_nursery() as nursery:
+            for helper in chosen[:HELPERS]:
+                nursery.start_soon(ask, helper)
+        return verdicts
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener(self.addresses)
+
+
+def is_reachable(verdicts: list[Verdict]) -> bool:
+    """What several helpers say together. Those who see us on the internet count, if there are any."""
+    outside = [verdict for verdict in verdicts if not _is_home(verdict.observed)]
+    return any(verdict.is_reached for verdict in outside or verdicts)
+
+
+def _is_home(address: Address) -> bool:
+    try:
+        ip = ipaddress.ip_address(address.host.partition("%")[0])
+    except ValueError:
+        return False
+    return ip.is_private or ip.is_loopback or ip.is_link_local
+
+
+def relaying_line(limit_bytes_per_s: float) -> str:
+    """What a peer that relays says at its start."""
+    rate = format_rate(limit_bytes_per_s)
+    return f"relays for peers that cannot reach each other, {rate} at most (--relay-limit)"

@@ -1,0 +1,200 @@
+"""Which part a node takes: dialled by others, or found through relays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import click
+import pytest
+import trio
+import trio.testing
+from swarm_peer.addresses import Address, Contact
+from swarm_peer.dial_back import Outcome, Verdict
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.identity import Identity, PeerId
+from swarm_peer.memory import Link, MemoryNetwork, Nat
+from swarm_peer.relay_entry import relay_of
+from swarm_peer.routing import RoutingTable
+
+from swarmtrain.options import relay_rate
+from swarmtrain.relaying import RECHECK_S, RELAYED_PREFERENCE, Relaying, is_reachable, relaying_line
+
+ANY = Address("0.0.0.0", 0)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    trio.run(scenario, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@asynccontextmanager
+async def node(
+    network: MemoryNetwork,
+    number: int,
+    *known: Contact,
+    nat: Nat | None = None,
+    listens: bool = True,
+    takes_part: bool = True,
+    is_given: bool = False,
+) -> AsyncIterator[tuple[Relaying, Contact, Endpoint]]:
+    """A node at 8.8.8.<number> that knows some others."""
+    host = f"8.8.8.{number}"
+    if nat:
+        network.put_behind_nat(host, nat)
+    identity = Identity.from_seed(bytes([number]) * 32)
+    transport = network.transport(identity, host)
+    endpoint = Endpoint(identity, transport)
+    table = RoutingTable(identity.peer_id)
+    for contact in known:
+        table.offer(contact, 0.0)
+    async with trio.open_nursery() as nursery:
+        bound: list[Address] = await nursery.start(endpoint.run, [ANY] if listens else [])
+        relaying = Relaying(
+            endpoint,
+            transport,
+            table,
+            own=tuple(bound),
+            port=bound[0].port if bound else None,
+            is_given=is_given,
+            limit_bytes_per_s=1e6,
+            takes_part=takes_part,
+            rng=random.Random(number),
+        )
+        await nursery.start(relaying.run)
+        yield relaying, Contact(identity.peer_id, tuple(bound)), endpoint
+        nursery.cancel_scope.cancel()
+
+
+def test_a_peer_behind_a_nat_is_found_through_a_relay_and_one_that_can_be_dialled_is_not() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        async with (
+            node(network, 1) as (_, public, _),
+            node(network, 2, public, nat="symmetric") as (home, _, endpoint),
+            node(network, 3, public) as (other, other_contact, _),
+        ):
+            told: list[tuple[Address, ...]] = []
+            home.on_addresses(told.append)
+            assert await home.settle()
+            assert home.is_outbound_only
+            assert home.relays == (public.peer_id,)
+            (entry,) = home.addresses
+            assert relay_of(entry) == public
+            assert told[-1] == home.addresses
+            assert await other.settle()
+            assert not other.is_outbound_only
+            assert other.addresses == other_contact.addresses
+            assert other.relays == ()
+            # Partners of which only relays are known are met less often.
+            relayed = Contact(bytes(32), home.addresses)
+            assert home.preference(relayed) == RELAYED_PREFERENCE
+            assert other.preference(relayed) == 1.0, "it would call back"
+            assert home.preference(other_contact) == 1.0
+            assert not endpoint.is_relayed(PeerId(public.peer_id))
+
+    run(scenario)
+
+
+def test_a_peer_that_listens_on_nothing_needs_nobody_s_word() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        async with node(network, 1) as (_, public, _), node(network, 2, public, listens=False) as (home, _, _):
+            assert await home.settle()
+            assert home.relays == (public.peer_id,)
+
+    run(scenario)
+
+
+def test_without_a_relay_it_says_so_and_goes_on_looking() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        async with node(network, 2, listens=False) as (home, _, _):
+            began = trio.current_time()
+            assert not await home.settle()
+            assert trio.current_time() - began < 10
+            assert home.addresses == ()
+
+    run(scenario)
+
+
+def test_who_only_looks_holds_no_place_with_a_relay() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        async with (
+            node(network, 1) as (relay, public, _),
+            node(network, 2, public, listens=False, takes_part=False) as (monitor, _, _),
+        ):
+            assert not await monitor.settle()
+            await trio.sleep(60)
+            assert relay.relay is not None
+            assert relay.relay.reservations == 0
+
+    run(scenario)
+
+
+def test_a_relay_of_a_closed_run_serves_its_members_only() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        members: set[PeerId] = set()
+        async with (
+            node(network, 1) as (relay, public, _),
+            node(network, 2, public, listens=False) as (home, contact, _),
+        ):
+            relay.serve_only(members.__contains__)
+            assert not await home.settle()
+            members.add(PeerId(contact.peer_id))
+            await trio.sleep(10)
+            assert home.relays == (public.peer_id,)
+
+    run(scenario)
+
+
+def test_stated_addresses_are_not_called_in_question() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork()
+        async with (
+            node(network, 1) as (_, public, _),
+            node(network, 2, public, nat="symmetric", is_given=True) as (home, contact, _),
+        ):
+            assert await home.settle()
+            assert home.addresses == contact.addresses
+
+    run(scenario)
+
+
+def test_a_router_that_changes_its_mind_is_noticed() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork()
+        async with (
+            node(network, 1) as (_, public, _),
+            node(network, 2, public) as (home, _, _),
+            trio.open_nursery() as nursery,
+        ):
+            assert await home.settle()
+            nursery.start_soon(home.keep_settled)
+            network.put_behind_nat("8.8.8.2", "symmetric")
+            await trio.sleep(RECHECK_S + 60)
+            assert home.is_outbound_only
+            assert home.relays == (public.peer_id,)
+            nursery.cancel_scope.cancel()
+
+    run(scenario)
+
+
+def test_the_word_of_those_outside_counts_more_than_that_of_neighbours() -> None:
+    def verdict(outcome: Outcome, host: str) -> Verdict:
+        return Verdict(PeerId(bytes(32)), outcome, Address(host, 1))
+
+    neighbour = verdict(Outcome.REACHED, "192.168.1.5")
+    assert is_reachable([neighbour])
+    assert not is_reachable([neighbour, verdict(Outcome.TIMED_OUT, "8.8.4.4")])
+    assert is_reachable([verdict(Outcome.REFUSED, "8.8.4.4"), verdict(Outcome.REACHED, "8.8.4.4")])
+
+
+def test_the_limit_is_a_rate_or_none() -> None:
+    assert relay_rate("10Mbit") == 1.25e6
+    assert relay_rate("0") == relay_rate("none") == 0.0
+    with pytest.raises(click.BadParameter):
+        relay_rate("fast")
+    assert relaying_line(1.25e6) == "relays for peers that cannot reach each other, 10 Mbit/s at most (--relay-limit)"

@@ -1,0 +1,42 @@
+"""Real processes of which only the bootstrap peer can be dialled: all others meet through it."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from test_end_to_end import command, has_ended, swarm_of, wait_until
+
+from swarmtrain.local_swarm import PeerProcess
+
+pytestmark = pytest.mark.processes
+
+
+def met(peer: PeerProcess) -> dict[str, bool]:
+    """The partners of a peer's exchanges, and whether the last one with each went through a relay."""
+    peer.read_events()
+    mixed = [e for e in peer.events if e["event"] == "exchange" and e["outcome"] == "mixed"]
+    return {event["partner"]: event["relayed"] for event in mixed}
+
+
+def test_three_outbound_only_peers_all_exchange_with_each_other(tmp_path: Path) -> None:
+    with swarm_of(tmp_path, steps=100_000, inner=20) as (swarm, address):
+        peers = [swarm.join(f"peer {n}", "tiny", address, options=["--relay-only"]) for n in "abc"]
+
+        def all_have_met() -> bool:
+            assert not any(map(has_ended, peers))
+            return all(len(met(peer)) == len(peers) - 1 for peer in peers)
+
+        wait_until(all_have_met, "every pair has exchanged")
+        assert all(all(met(peer).values()) for peer in peers), "by relay, for nobody can be dialled"
+        rounds = max(len([e for e in peer.events if e["event"] == "round"]) for peer in peers)
+        pairs = list(combinations(peers, 2))
+        assert rounds <= 10 * len(pairs)
+        for peer in peers:
+            assert "others cannot dial this peer; they reach it through" in peer.log.read_text()
+        shown = command("monitor", "--run-id", "tiny", "--peer", address, "--once", "--json")
+        view = json.loads(shown.stdout)
+        assert sum(bool(row["last_relayed"]) for row in view["peers"]) == len(peers)
+        assert "relays for peers that cannot reach each other" in (tmp_path / "swarm" / "bootstrap.log").read_text()
