@@ -29,7 +29,7 @@ from swarmtrain.run_package import blobs_folder, read_manifest_file
 from swarmtrain.served_run import open_served_run
 from swarmtrain.status import Status
 from swarmtrain.way_in import find_way_in
-from swarmtrain.workspace import acquire_identity
+from swarmtrain.workspace import acquire_identity, duplicate_line
 
 PUBLISH_INTERVAL_S = 10.0
 
@@ -59,6 +59,7 @@ async def _serve(
         connect_timeout_s=options.connect_timeout,
         limits=limits,
         lan=LAN_GROUP if options.lan else None,
+        portmap=options.portmap,
         relay_bytes_per_s=options.relay_limit,
     )
     async with (
@@ -75,6 +76,8 @@ async def _serve(
         gates = [open_served_run(node, path, run) for path, run in zip(manifests, runs, strict=True)]
         async with trio.open_nursery() as nursery:
             _introduce(node, dict(zip(manifests, runs, strict=True)), as_json=options.json)
+            if node.mapping is not None:
+                node.mapping.on_notice = lambda line: click.echo(line, err=True)
             if options.relay_limit:
                 click.echo(relaying_line(options.relay_limit), err=True)
             closed = [gate for gate in gates if gate is not None and not gate.is_open]
@@ -133,6 +136,7 @@ async def _watch_run(node: Node, gate: Gate, run: LocatedRun) -> None:
     )
     gate.on_out = membership.forget
     node.relaying.on_addresses(membership.move)
+    membership.on_duplicate = lambda: click.echo(duplicate_line(node.identity), err=True)
     membership.publish(PeerState.WATCHING, Status().encode())
     async with trio.open_nursery() as nursery:
         await nursery.start(membership.run)

@@ -20,6 +20,7 @@ from swarmtrain.options import (
     CommonOptions,
     CreateOptions,
     DemoOptions,
+    DoctorOptions,
     ExportOptions,
     InviteOptions,
     JoinOptions,
@@ -183,6 +184,11 @@ _lan = click.option(
     default=True,
     help="Find peers in the local network by beacons, and be found.  [default: yes, unless it listens on loopback]",
 )
+_portmap = click.option(
+    "--portmap/--no-portmap",
+    default=True,
+    help="Ask the home router to forward the port, by NAT-PMP, or UPnP with swarmtrain[portmap].  [default: yes]",
+)
 _json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
 
 
@@ -259,6 +265,7 @@ Examples:
 @_connect_timeout
 @_limits
 @_lan
+@_portmap
 @click.option(
     "--peer",
     "peers",
@@ -324,6 +331,7 @@ once. The others train on either way.""",
 @_connect_timeout
 @_limits
 @_lan
+@_portmap
 @_identity
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
 @click.option(
@@ -461,6 +469,41 @@ def monitor(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
 
 
 @click.command(
+    short_help="Examine the network: what works, what would help.",
+    epilog="""\b
+Examples:
+  swarmtrain doctor
+  swarmtrain doctor --peer train.example.org:7766
+  swarmtrain doctor --peer train.example.org:7766 --listen '[::]:7766'""",
+)
+@click.argument("invite", type=_INVITE, required=False, metavar="[INVITE]")
+@click.option(
+    "--peer", "peers", type=_PEER, multiple=True, metavar="HOST:PORT", help="Peer to try. May be given several times."
+)
+@click.option(
+    "--listen",
+    type=_ADDRESS,
+    default="[::]:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address that others are asked to dial; give the port that you have opened.",
+)
+@_announce
+@_interface
+@_connect_timeout
+@_json
+@click.pass_obj
+def doctor(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
+    """Examine the network: which addresses are told to others, whether others can dial this machine, which NAT is
+    between, whether the clock is right, and what the link carries.
+
+    Takes up to half a minute and 32 MB. Without --peer the peers that earlier starts have saved are tried. Exit code
+    3 means that none of them answers.
+    """
+    return _call("doctor", "run_doctor", DoctorOptions(**obj, **values))
+
+
+@click.command(
     short_help="Save the trained model as a folder.",
     epilog="""\b
 Examples:
@@ -509,4 +552,4 @@ def demo(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     return _call("demo", "run_demo", DemoOptions(**obj, **values))
 
 
-COMMANDS: tuple[click.Command, ...] = (demo, create, bootstrap, invite, join, revoke, monitor, export, patch)
+COMMANDS: tuple[click.Command, ...] = (demo, create, bootstrap, invite, join, revoke, monitor, doctor, export, patch)

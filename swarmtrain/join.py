@@ -77,6 +77,7 @@ async def _join(
         entries=target.peers,
         connect_timeout_s=options.connect_timeout,
         lan=LAN_GROUP if options.lan else None,
+        portmap=options.portmap,
     )
     async with (
         open_node(identity, config) as node,
@@ -85,6 +86,8 @@ async def _join(
         where = f"listens on {', '.join(map(str, node.addresses))}" if node.addresses else "only dials others"
         progress.say(f"peer {short(identity.peer_id)} {where}")
         run = await _find_run(node, rendezvous, target, options, progress.say)
+        if node.mapping is not None:
+            node.mapping.on_notice = progress.say
         if rendezvous is not None:
             rendezvous.announce(run_payload(node, run))
         if node.local is not None:
@@ -189,16 +192,12 @@ async def _find_run(
 
 
 async def _settle(node: Node, options: JoinOptions, say: Callable[[str], None]) -> None:
-    """Finds out how others reach this peer, and says so if it matters to the user."""
+    """Finds out how others reach this peer, and says so."""
     can_be_reached = await node.relaying.settle()
-    relays = ", ".join(map(short, node.relaying.relays))
-    if node.relaying.is_outbound_only and can_be_reached:
-        say(f"others cannot dial this peer; they reach it through {relays}")
-    elif node.relaying.is_outbound_only:
-        say(
-            "others cannot dial this peer, and no public peer relays for it yet: it meets those that it can dial; "
-            "forward a port and name it with --announce HOST:PORT, or start `swarmtrain bootstrap` on a public machine"
-        )
+    if node.relaying.reach.kind != "unknown":
+        say(node.relaying.reach.line)
+    if not can_be_reached:
+        say("no public peer relays for this one yet: it meets those that it can dial")
     elif options.announce and options.relay_limit:
         say(relaying_line(options.relay_limit))
 

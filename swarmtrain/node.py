@@ -11,6 +11,7 @@ import dataclasses
 import platform
 import random
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from swarm_peer.gated import GuardedCaller
 from swarm_peer.identity import Identity
 from swarm_peer.interfaces import list_interfaces, runs_in_wsl
 from swarm_peer.kademlia import Kademlia, KademliaParams
+from swarm_peer.observing import Observer
+from swarm_peer.probing import ProbeServer
+from swarm_peer.raw import RawTransport
 from swarm_peer.tcp import TlsTransport
 
 from swarmtrain.blob_door import BlobDoor
@@ -32,6 +36,7 @@ from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.invite import EntryPoint
 from swarmtrain.link_limits import LinkLimits, endpoint_limits, open_files_limit
 from swarmtrain.local_network import LocalNetwork, beacon_hosts
+from swarmtrain.port_mapping import PortMapping, mapping_methods
 from swarmtrain.relaying import Relaying
 
 # Addresses of RFC 5737, to which nothing is ever sent: connecting a UDP socket only looks up the route.
@@ -54,6 +59,7 @@ class NodeConfig:
     entries: Sequence[EntryPoint] = ()
     limits: LinkLimits = field(default_factory=LinkLimits)
     lan: tuple[str, int] | None = None  # the multicast group for beacons in the local network; None: no beacons
+    portmap: bool = False  # asks the home router to forward the port
     serve: bool = True  # holds DHT records for others, and is to be reached by them
     relay_bytes_per_s: float = 0.0  # what it relays for others at most
     connect_timeout_s: float = 10.0  # for one dial and its handshake; slower links also get longer answer times
@@ -131,6 +137,8 @@ class Node:
     relaying: Relaying
     answer_deadline_s: float = 5.0  # for small calls
     local: LocalNetwork | None = None
+    transport: RawTransport | None = None
+    mapping: PortMapping | None = None
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -189,6 +197,9 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             relaying.on_addresses(discovery.advertise)
             await nursery.start(discovery.run)
             await nursery.start(relaying.run)
+            if config.serve:
+                ProbeServer(endpoint, wall_clock=time.time)
+                Observer(transport)
             door = BlobDoor()
             guarded = GuardedCaller(endpoint, door.check)
             blobs = NodeBlobs(store, BlobExchange(guarded, store, download=endpoint.download), door)
@@ -197,7 +208,11 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             if config.lan and hosts:
                 local = LocalNetwork(identity.peer_id, bound[0].port, hosts, discovery, config.lan)
                 await nursery.start(local.run)
-            yield Node(identity, endpoint, discovery, blobs, relaying, max(5.0, answer_s), local)
+            mapping = None
+            if config.portmap and not given and (methods := mapping_methods(bound, own)):
+                mapping = PortMapping(bound[0].port, methods, relaying.forwarded)
+                nursery.start_soon(mapping.run)
+            yield Node(identity, endpoint, discovery, blobs, relaying, max(5.0, answer_s), local, transport, mapping)
         finally:
             with trio.move_on_after(3.0, shield=True):
                 await endpoint.aclose()

@@ -100,6 +100,7 @@ class BootstrapOptions(CommonOptions):
     relay_limit: float = 1.25e6  # bytes per second; 0: relays nothing
     max_connections: int | None = None  # None: as many as the open files allow
     lan: bool = True
+    portmap: bool = True
     peers: tuple[str, ...] = ()  # other bootstrap peers to join
     dht: DhtName = "own"
     initial_peers: tuple[str, ...] = ()  # multiaddresses, for dht="hivemind"
@@ -125,6 +126,7 @@ class JoinOptions(CommonOptions):
     relay_limit: float = 1.25e6  # bytes per second; 0: relays nothing
     max_connections: int | None = None  # None: as many as the open files allow
     lan: bool = True
+    portmap: bool = True
     device: DeviceName = "auto"
     data: tuple[Path, ...] = ()
     out: Path | None = None  # None: runs/NAME
@@ -134,6 +136,19 @@ class JoinOptions(CommonOptions):
     checkpoint_s: float = 300.0
     relay_only: bool = False  # listens on nothing and is found through relays
     linger_s: float = 60.0  # how long to go on serving weights after the last step
+    json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions(CommonOptions):
+    """``swarmtrain doctor``."""
+
+    invite: str | None = None
+    peers: tuple[str, ...] = ()
+    listen: str = "[::]:0"
+    announce: tuple[str, ...] = ()
+    interface: str | None = None
+    connect_timeout: float = 10.0
     json: bool = False
 
 

@@ -12,14 +12,14 @@ import random
 from collections.abc import Callable
 
 import trio
-from swarm_peer.addresses import Address, Contact
+from swarm_peer.addresses import MAX_ADDRESSES, Address, Contact
 from swarm_peer.circuit_table import RelayLimits
 from swarm_peer.circuits import Circuits
 from swarm_peer.dial_back import DialBack, Verdict
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.errors import PeerError
 from swarm_peer.gated import Gate
-from swarm_peer.identity import PeerId
+from swarm_peer.identity import PeerId, short
 from swarm_peer.raw import RawTransport
 from swarm_peer.relay import Relay
 from swarm_peer.relay_entry import direct_addresses, relays_of
@@ -27,6 +27,7 @@ from swarm_peer.reservations import Reservations
 from swarm_peer.routing import RoutingTable, is_local
 
 from swarmtrain.rates import format_rate
+from swarmtrain.reachability import Reach, Witness, judge_reach
 
 logger = logging.getLogger("swarmtrain.relaying")
 
@@ -64,6 +65,10 @@ class Relaying:
         self._port = port
         self._is_given = is_given
         self._has_asked = False
+        self._forwarded: Address | None = None
+        self._verified: tuple[Address, ...] = ()
+        self._look_again = trio.Event()
+        self.witnesses: list[Witness] = []  # who has tried to dial this node last, and how it went
         self._takes_part = takes_part
         self.is_outbound_only = False
         self._dial_back = DialBack(endpoint, transport)
@@ -86,13 +91,28 @@ class Relaying:
     @property
     def addresses(self) -> tuple[Address, ...]:
         """Where others can reach this node now: its own addresses, or those of its relays."""
-        return self._reservations.entries if self.is_outbound_only else self._own
+        if self.is_outbound_only:
+            return self._reservations.entries
+        return tuple(dict.fromkeys([*self._verified, *self._own]))[:MAX_ADDRESSES]
 
     @property
     def relays(self) -> tuple[PeerId, ...]:
         """The peers that relay for this one."""
         contact = Contact(self._endpoint.peer_id, self._reservations.entries)
         return tuple(PeerId(relay.peer_id) for relay in relays_of(contact))
+
+    @property
+    def reach(self) -> Reach:
+        """Whether others can dial this node, as far as they have tried, with a line for people."""
+        if self._is_given:
+            return Reach("unknown", None, "announced as asked, and not called in question")
+        port = self._asked_port if self._port is not None else None
+        return judge_reach(port, self._own, self.witnesses, [short(relay) for relay in self.relays])
+
+    def forwarded(self, address: Address | None) -> None:
+        """Takes note of where the router says that it forwards from; believed once others have come that way."""
+        self._forwarded = address
+        self._look_again.set()
 
     def serve_only(self, may_relay: Callable[[PeerId], bool]) -> None:
         """Relays from now on only for those whom `may_relay` names: the members of a run that is not open."""
@@ -139,6 +159,7 @@ class Relaying:
             self._has_asked = self._has_asked or bool(verdicts)
             if verdicts:
                 self._set_outbound_only(not is_reachable(verdicts))
+                self._take_verified(verdicts)
         if not self.is_outbound_only:
             return True
         with trio.move_on_after(FIRST_RELAY_S):
@@ -149,8 +170,24 @@ class Relaying:
     async def keep_settled(self) -> None:
         """Looks again from time to time, until cancelled."""
         while True:
-            await trio.sleep(RECHECK_S if self._has_asked else FIRST_RECHECK_S)
+            with trio.move_on_after(RECHECK_S if self._has_asked else FIRST_RECHECK_S):
+                await self._look_again.wait()
+            self._look_again = trio.Event()
             await self.settle()
+
+    def _take_verified(self, verdicts: list[Verdict]) -> None:
+        """Announces where others did reach us, although this machine does not have that address: a forwarded port."""
+        seen = {Address(v.observed.host, self._asked_port): None for v in verdicts if v.is_reached}
+        verified = tuple(address for address in seen if not _is_home(address) and address not in self._own)
+        if verified != self._verified:
+            self._verified = verified
+            self._tell()
+
+    @property
+    def _asked_port(self) -> int:
+        """The port that others are to dial: the router's, if it forwards one."""
+        assert self._port is not None
+        return self._forwarded.port if self._forwarded else self._port
 
     def _set_outbound_only(self, is_outbound_only: bool) -> None:
         if self.is_outbound_only == is_outbound_only:
@@ -162,8 +199,8 @@ class Relaying:
         self._tell()
 
     async def _ask_helpers(self) -> list[Verdict]:
-        assert self._port is not None
-        port, verdicts = self._port, list[Verdict]()
+        port, verdicts = self._asked_port, list[Verdict]()
+        witnesses: list[Witness] = []
         connected = [peer for peer in self._endpoint.connected() if self._endpoint.seen_at(peer) is not None]
         helpers = {PeerId(c.peer_id): c for c in self._table.contacts()}
         chosen = [helpers.get(peer, Contact(peer, ())) for peer in connected]
@@ -171,13 +208,19 @@ class Relaying:
 
         async def ask(helper: Contact) -> None:
             try:
-                verdicts.append(await self._dial_back.ask(helper, port))
+                verdict = await self._dial_back.ask(helper, port)
             except PeerError as error:
                 logger.info("%s does not say whether it can dial us: %s", helper, error)
+                return
+            verdicts.append(verdict)
+            direct = direct_addresses(helper.addresses)
+            witnesses.append(Witness(verdict, direct[0] if direct else None))
 
         async with trio.open_nursery() as nursery:
             for helper in chosen[:HELPERS]:
                 nursery.start_soon(ask, helper)
+        if witnesses:
+            self.witnesses = witnesses
         return verdicts
 
     def _tell(self) -> None:

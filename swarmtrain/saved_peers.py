@@ -129,6 +129,13 @@ def saved_entries(state: Path, reference: RunReference) -> tuple[EntryPoint, ...
     return tuple((PeerId(bytes.fromhex(peer.id)), peer.addresses[0]) for peer in chosen)
 
 
+def all_saved(state: Path) -> dict[str, tuple[EntryPoint, ...]]:
+    """Returns the saved entry points of every run, under the run's name and the start of its id."""
+    contents = [c for path in sorted((state / "peers").glob("*.json"))[:MAX_FILES_READ] if (c := _read(path))]
+    runs = {content.run_id: f"{content.name} ({content.run_id[:8]})" for content in contents}
+    return {name: saved_entries(state, RunReference(run_id=bytes.fromhex(run))) for run, name in runs.items()}
+
+
 def _read(path: Path) -> _File | None:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

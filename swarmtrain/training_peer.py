@@ -44,7 +44,7 @@ from swarmtrain.slabs import Slabs
 from swarmtrain.snapshots import Snapshot, SnapshotLibrary, take_snapshot
 from swarmtrain.status import FinalReplica, Status, decode_status, estimate_step
 from swarmtrain.trainer_link import TrainerLink
-from swarmtrain.workspace import Workspace
+from swarmtrain.workspace import Workspace, duplicate_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,6 +114,7 @@ class TrainingPeer:
         gate.on_expelled = self._on_expelled
         self.is_expelled = False
         node.relaying.on_addresses(self._membership.move)
+        self._membership.on_duplicate = self._on_duplicate
         self._slabs = Slabs.create(self._layout.size)
         self._link = TrainerLink(self._slabs, self._on_trainer_message)
         self._donor = Donor(
@@ -392,6 +393,10 @@ class TrainingPeer:
     def _notice(self, line: str | None) -> None:
         if line:
             self.on_notice(line)
+
+    def _on_duplicate(self) -> None:
+        self.on_notice(duplicate_line(self._node.identity))
+        self._events.write("duplicate-identity", peer_id=self._node.identity.peer_id.hex())
 
     def _on_report(self, report: Report) -> None:
         self._notice(self._notices.exchange_ended(report.partner, report.outcome))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm_peer.errors import IdentityFileError
-from swarm_peer.identity import Identity
+from swarm_peer.identity import Identity, short
 
 from swarmtrain.durable import TEMPORARY_SUFFIX, write_durably
 from swarmtrain.errors import ExitCode, UserError
@@ -151,6 +151,15 @@ def read_identity(path: Path) -> Identity | None:
         return Identity.load_or_create(path) if path.exists() else None
     except IdentityFileError as error:
         raise UserError(str(error), ExitCode.BAD_FOLDER) from None
+
+
+def duplicate_line(identity: Identity) -> str:
+    """What a user is told whose identity is at work in a second process, which can only be on another machine."""
+    file = identity.path or "its key file"
+    return (
+        f"peer {short(identity.peer_id)} runs twice: another machine has a copy of {file}, and the two take each "
+        f"other's place. Stop one of them, remove {file} there and start it again: it makes itself a new identity"
+    )
 
 
 def check_room(root: Path, weights: int) -> None:

@@ -512,8 +512,8 @@ class Endpoint:
             self._drops["full"] += 1
             return ByeCode.FULL
         inbound = [c for c in self._connections() if not c.is_dialer and not c.is_relayed]
-        group = host_group(channel.remote_address.host)
-        from_there = sum(host_group(c.channel.remote_address.host) == group for c in inbound)
+        group = host_group(channel.origin)
+        from_there = sum(host_group(c.channel.origin) == group for c in inbound)
         if group != LOOPBACK and from_there >= self._limits.max_inbound_per_host:
             self._drops["full"] += 1
             return ByeCode.FULL

@@ -36,11 +36,12 @@ _MAX_KEY_FILE_BYTES = 16 * 1024
 
 
 class Identity:
-    """An Ed25519 key pair. `peer_id` is the public name, `public_key` the 32 raw bytes."""
+    """An Ed25519 key pair. `peer_id` is the public name, `public_key` the 32 raw bytes, `path` its file, if any."""
 
-    __slots__ = ("peer_id", "private_key", "public_key")
+    __slots__ = ("path", "peer_id", "private_key", "public_key")
 
-    def __init__(self, private_key: Ed25519PrivateKey) -> None:
+    def __init__(self, private_key: Ed25519PrivateKey, path: Path | None = None) -> None:
+        self.path = path
         self.private_key = private_key
         self.public_key = private_key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
         self.peer_id = peer_id_of(self.public_key)
@@ -64,7 +65,7 @@ class Identity:
         by others than its owner.
         """
         try:
-            return cls(_read_key(path))
+            return cls(_read_key(path), path)
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -73,7 +74,7 @@ class Identity:
             ) from None
         try:
             _write_key(path, Ed25519PrivateKey.generate())
-            return cls(_read_key(path))
+            return cls(_read_key(path), path)
         except OSError as error:
             raise IdentityFileError(
                 f"cannot create key file {path}: {error.strerror}; choose a directory that you can write to"

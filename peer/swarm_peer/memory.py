@@ -344,6 +344,7 @@ class _Channel:
         self.stream = stream
         self.remote = remote
         self.remote_address = remote_address
+        self.origin = remote_address.host
 
     @property
     def bytes_sent(self) -> int:

@@ -59,10 +59,13 @@ class AcceptLimits:
 class TlsChannel:
     """An authenticated TLS stream and who is at its other end."""
 
-    def __init__(self, stream: TlsStream, remote: PeerId, remote_address: Address) -> None:
+    def __init__(
+        self, stream: TlsStream, remote: PeerId, remote_address: Address, *, origin: str | None = None
+    ) -> None:
         self.stream = stream
         self.remote = remote
         self.remote_address = remote_address
+        self.origin = origin or remote_address.host
 
     @property
     def is_lane(self) -> bool:
@@ -201,7 +204,8 @@ class TlsTransport:
         self, tcp: trio.SocketStream, address: Address, on_channel: Callable[[Channel], Awaitable[None]]
     ) -> Callable[[], Awaitable[None]] | None:
         """The rest of the connection's life, if it may live."""
-        refusal = self._gate.enter(address.host, trio.current_time())
+        origin = _origin(tcp, address)
+        refusal = self._gate.enter(origin, trio.current_time())
         if refusal is not None:
             self.drops[refusal] += 1
             return None
@@ -216,7 +220,7 @@ class TlsTransport:
                 if remote == self._credentials.peer_id:
                     self.drops["own-identity"] += 1
                     return None
-                return functools.partial(on_channel, TlsChannel(stream, remote, address))
+                return functools.partial(on_channel, TlsChannel(stream, remote, address, origin=origin))
             self.drops["handshake-deadline"] += 1
         except ProtocolError as error:
             self.drops[error.reason] += 1
@@ -224,7 +228,7 @@ class TlsTransport:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             self.drops["hung-up"] += 1
         finally:
-            self._gate.leave(address.host)
+            self._gate.leave(origin)
         return None
 
 
@@ -341,6 +345,15 @@ async def _listen_everywhere(port: int) -> list[trio.SocketListener]:
             if port or is_last:
                 raise
     raise AssertionError("unreachable")
+
+
+def _origin(tcp: trio.SocketStream, remote: Address) -> str:
+    """The host for the limits: loopback also for what one of this machine's other addresses dials."""
+    try:
+        is_here = _address(tcp.socket.getsockname()).host == remote.host
+    except OSError:
+        return remote.host
+    return "127.0.0.1" if is_here else remote.host
 
 
 def _remote_address(tcp: trio.SocketStream) -> Address:

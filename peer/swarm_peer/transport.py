@@ -60,6 +60,11 @@ class Channel(Protocol):
         ...
 
     @property
+    def origin(self) -> str:
+        """The host that limits per host count: the remote's, or loopback for another process of this machine."""
+        ...
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes put on the socket, including the transport's own overhead."""
         ...

@@ -21,7 +21,7 @@ from swarmtrain.errors import ExitCode, UserError, first_user_error, one_line
 from swarmtrain.logfile import KEPT_LOG_FILES, open_log
 from swarmtrain.options import BootstrapOptions, ExportOptions, JoinOptions, MonitorOptions
 
-NAMES = ["demo", "create", "bootstrap", "join", "monitor", "export", "patch"]
+NAMES = ["demo", "create", "bootstrap", "join", "monitor", "doctor", "export", "patch"]
 
 
 @pytest.fixture

@@ -164,3 +164,36 @@ def free_group() -> tuple[str, int]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return GROUP, int(probe.getsockname()[1])
+
+
+def test_sixteen_peers_of_one_machine_start_at_the_same_moment() -> None:
+    async def main() -> None:
+        started: list[Node] = []
+        all_in, done = trio.Event(), trio.Event()
+
+        async def live(entries: tuple[EntryPoint, ...], *, task_status: trio.TaskStatus[Node]) -> None:
+            async with open_node(Identity.generate(), NodeConfig(listen="[::]:0", entries=entries)) as node:
+                task_status.started(node)
+                if entries:
+                    assert await node.endpoint.identify(entries[0][1]) == entries[0][0]
+                    started.append(node)
+                    if len(started) == 16:
+                        all_in.set()
+                await done.wait()
+
+        async def start(entries: tuple[EntryPoint, ...]) -> None:
+            await nursery.start(live, entries)
+
+        with trio.fail_after(120):
+            async with trio.open_nursery() as nursery:
+                first = await nursery.start(live, ())
+                # Not by loopback: all 16 come from the one address that this machine has in its network.
+                way = (entry(first.addresses[0], first.identity.peer_id),)
+                for _ in range(16):
+                    nursery.start_soon(start, way)
+                await all_in.wait()
+                done.set()
+        ports = [node.addresses[0].port for node in [first, *started]]
+        assert len(set(ports)) == 17
+
+    trio.run(main)
