@@ -46,6 +46,22 @@ from swarm_peer.records import (
     says_left,
     supersedes,
 )
+from swarm_peer.relay_messages import (
+    ASK_CALL_BACK,
+    CALL_BACK,
+    INVITE,
+    OPEN_CIRCUIT,
+    RESERVE,
+    CallBack,
+    CallBackRequest,
+    CircuitReply,
+    CircuitRequest,
+    Go,
+    Invitation,
+    Nothing,
+    ReserveReply,
+    decode_go,
+)
 from swarm_peer.rpc import (
     Method,
     Priority,
@@ -253,6 +269,30 @@ def _peer_message_seeds() -> dict[str, bytes]:
     return encode_messages(_peer_methods(), values)
 
 
+@cache
+def _relay_methods() -> list[tuple[Method[Any, Any], bool]]:
+    return both_ways([RESERVE, OPEN_CIRCUIT, INVITE, ASK_CALL_BACK, CALL_BACK])
+
+
+def _decode_relay(data: bytes) -> object:
+    """The messages of a relay; behind the byte 255 what it says to both ends of a circuit."""
+    return decode_go(data[1:]) if data[:1] == b"\xff" else decode_message(_relay_methods(), data)
+
+
+def _relay_seeds() -> dict[str, bytes]:
+    values: list[object] = [
+        Nothing(),
+        ReserveReply(ADDRESSES[0]),
+        CircuitRequest(IDENTITY.peer_id),
+        CircuitReply(bytes(16)),
+        Invitation(IDENTITY.peer_id, bytes(16)),
+        CallBackRequest(IDENTITY.peer_id, 7000),
+        CallBack(IDENTITY.peer_id, ADDRESSES[1]),
+    ]
+    go = b"\xff" + msgspec.msgpack.encode(Go(ADDRESSES[0], ADDRESSES[1]))
+    return {**encode_messages(_relay_methods(), values), "go": go}
+
+
 def _decode_descriptor(data: bytes) -> Descriptor:
     # A forger chooses the id along with the bytes: it is their hash.
     return decode_descriptor(blob_id_of(data), data, MAX_BLOB_BYTES)
@@ -271,5 +311,6 @@ TARGETS = [
     Target("connection", _decode_connection, (ProtocolError,), _frame_seeds, lines_per_byte=400, mutants=60_000),
     Target("record", _decode_record, (RecordInvalid,), _record_seeds, mutants=50_000),
     Target("peer-messages", lambda data: decode_message(_peer_methods(), data), (ProtocolError,), _peer_message_seeds),
+    Target("relay-messages", _decode_relay, (ProtocolError,), _relay_seeds),
     Target("descriptor", _decode_descriptor, (BlobInvalid,), _descriptor_seeds),
 ]

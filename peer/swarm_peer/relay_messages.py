@@ -93,6 +93,11 @@ async def receive_go(stream: RawStream) -> Go:
         raise ProtocolError("bad-go", f"{length} bytes")
     body = await receive_exactly(stream, length)
     await trio.lowlevel.checkpoint()
+    return decode_go(body)
+
+
+def decode_go(body: bytes) -> Go:
+    """Reads what a relay sent behind the length. Raises `ProtocolError("bad-go")`."""
     try:
         return msgspec.msgpack.decode(body, type=Go)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
