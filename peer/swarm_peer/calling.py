@@ -88,7 +88,7 @@ class Calls:
             pending.changed = trio.Event()
             await pending.changed.wait()
         piece = pending.pieces.popleft()
-        self._mux.grant(stream_id, len(piece))
+        self._mux.grant(stream_id, len(piece), trio.current_time())
         self._stir()
         return piece
 
@@ -144,7 +144,7 @@ class Calls:
         if pending.is_streamed:
             pending.changed.set()
         else:
-            self._mux.grant(stream_id, len(data))
+            self._mux.grant(stream_id, len(data), trio.current_time())
 
     def on_end(self, pending: Pending) -> None:
         """The reply ends."""

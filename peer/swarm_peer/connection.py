@@ -73,7 +73,8 @@ class Connection:
         self.last_active = now  # when a call last began, moved or ended
         self._shared = shared
         self._limits = limits
-        self._mux = Mux(is_dialer=is_dialer, now=now, limits=limits.mux)
+        self._mux = Mux(is_dialer=is_dialer, now=now, limits=limits.mux, credit=shared.credit, remote=channel.remote)
+        self._mux.measure_rtt = lambda: self.rtt_s
         self._calls = Calls(self._mux, shared.drops, stir=self._stir, is_usable=lambda: self.is_usable)
         self._requests = Requests(
             self._mux,
@@ -144,6 +145,7 @@ class Connection:
         finally:
             end = self._end = self._end or Disconnected("this peer is shutting down")
             self._calls.fail(end)
+            self._mux.close()
             await self._say_last_words(end)
         return end
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
 from swarm_peer.errors import Disconnected, ProtocolError
 from swarm_peer.frames import MAX_DATA_BYTES, Frame, FrameDecoder, FrameType, encode_frame, encode_header
+from swarm_peer.pacing import MAX_WINDOW_BYTES, CreditBudget
 from swarm_peer.rpc import Priority
 
 _MAX_STREAM_ID = 2**32 - 1
@@ -127,6 +128,8 @@ class _Stream:
     is_sending: bool = True  # our FIN is not yet out
     fin_queued: bool = False
     ungranted: int = 0
+    extra_credit: int = 0  # beyond the initial window
+    granted_at: float = 0.0
     output: deque[memoryview] = field(default_factory=deque)
     output_bytes: int = 0
     in_turn: bool = False
@@ -140,7 +143,18 @@ class _Stream:
 class Mux:
     """One end of a connection. Drivers feed `receive`, `tick` and `next_output`."""
 
-    def __init__(self, *, is_dialer: bool, now: float, limits: MuxLimits | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        is_dialer: bool,
+        now: float,
+        limits: MuxLimits | None = None,
+        credit: CreditBudget | None = None,
+        remote: bytes = b"",
+    ) -> None:
+        self._credit = credit
+        self._remote = remote
+        self.measure_rtt: Callable[[], float | None] = lambda: self.rtt_s
         self.limits = limits or MuxLimits()
         self.rtt_s: float | None = None
         self.bye_sent = False
@@ -226,16 +240,37 @@ class Mux:
         stream = self._streams.get(stream_id)
         return stream is not None and stream.is_sending
 
-    def grant(self, stream_id: int, size_bytes: int) -> None:
-        """Says that the consumer has taken bytes, so that the remote may send as many more."""
+    def grant(self, stream_id: int, size_bytes: int, now: float = 0.0) -> None:
+        """Says that the consumer has taken bytes, so that the remote may send as many more.
+
+        The window grows to twice what comes within a round trip, if it is known how long that is and the budget
+        has the credit: a smaller one would hold a fast and long path up.
+        """
         stream = self._streams.get(stream_id)
         if stream is None or not stream.is_receiving:
             return
         stream.ungranted += size_bytes
-        if stream.ungranted >= self.limits.window_bytes // 2:
-            stream.receive_window += stream.ungranted
-            self._short_frames.append(encode_frame(FrameType.WINDOW, stream_id, struct.pack("!I", stream.ungranted)))
+        window_bytes = self.limits.window_bytes + stream.extra_credit
+        if stream.ungranted >= window_bytes // 2:
+            size_bytes = stream.ungranted + self._grow(stream, window_bytes, now)
+            stream.receive_window += size_bytes
+            self._short_frames.append(encode_frame(FrameType.WINDOW, stream_id, struct.pack("!I", size_bytes)))
             stream.ungranted = 0
+            stream.granted_at = now
+
+    def _grow(self, stream: _Stream, window_bytes: int, now: float) -> int:
+        """The credit by which a window grows."""
+        elapsed_s = now - stream.granted_at
+        if not stream.granted_at or elapsed_s <= 0.0 or self._credit is None:
+            return 0
+        rtt_s = self.measure_rtt()
+        if rtt_s is None:
+            self.probe(now)
+            return 0
+        wanted = min(int(2 * stream.ungranted / elapsed_s * rtt_s), MAX_WINDOW_BYTES) - window_bytes
+        extra = self._credit.take(self._remote, wanted) if wanted > 0 else 0
+        stream.extra_credit += extra
+        return extra
 
     def reset(self, stream_id: int, code: ResetCode) -> None:
         """Ends a stream now. What it had queued is dropped."""
@@ -256,6 +291,11 @@ class Mux:
         return encode_frame(FrameType.BYE, 0, bytes([code]))
 
     # Time.
+
+    def close(self) -> None:
+        """Ends every stream, and gives their credit back."""
+        for stream_id in list(self._streams):
+            self._drop(stream_id)
 
     def tick(self, now: float) -> None:
         """Sends a PING after silence; raises `Disconnected` when the silence has lasted too long."""
@@ -457,6 +497,8 @@ class Mux:
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return False
+        if stream.extra_credit and self._credit is not None:
+            self._credit.give_back(self._remote, stream.extra_credit)
         stream.is_sending = stream.is_receiving = False
         if not stream.is_ours:
             self._remote_streams -= 1

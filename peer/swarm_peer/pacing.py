@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -78,6 +79,36 @@ class DownloadLimit:
         start = max(self._free_at, now)
         self._free_at = start + size_bytes / self.bytes_per_s
         return start
+
+
+MAX_WINDOW_BYTES = 16 * 1024 * 1024
+
+
+class CreditBudget:
+    """Credit beyond the initial windows, over all streams of an endpoint: what strangers might make it buffer.
+
+    One remote gets `per_remote_bytes` at most, over all its connections, and all together `total_bytes`. Where it is
+    used up, streams go on with the windows that they have.
+    """
+
+    def __init__(self, total_bytes: int = 256 * 1024 * 1024, per_remote_bytes: int = 32 * 1024 * 1024) -> None:
+        self._left = total_bytes
+        self._per_remote_bytes = per_remote_bytes
+        self._taken: Counter[bytes] = Counter()
+
+    def take(self, remote: bytes, wanted_bytes: int) -> int:
+        """Takes as much as is left of what is wanted; returns it."""
+        granted = max(0, min(wanted_bytes, self._left, self._per_remote_bytes - self._taken[remote]))
+        self._left -= granted
+        self._taken[remote] += granted
+        return granted
+
+    def give_back(self, remote: bytes, size_bytes: int) -> None:
+        """A stream with so much of it has ended."""
+        self._left += size_bytes
+        self._taken[remote] -= size_bytes
+        if self._taken[remote] <= 0:
+            del self._taken[remote]
 
 
 class MemoryBudget:

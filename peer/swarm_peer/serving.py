@@ -14,7 +14,7 @@ import trio
 from swarm_peer.errors import ProtocolError, Refusal
 from swarm_peer.identity import PeerId
 from swarm_peer.mux import Mux, ResetCode
-from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
+from swarm_peer.pacing import CreditBudget, DownloadLimit, MemoryBudget, UploadLimit
 from swarm_peer.rpc import (
     Handler,
     Method,
@@ -49,6 +49,7 @@ class Shared:
     budget: MemoryBudget
     upload: UploadLimit = field(default_factory=UploadLimit)
     download: DownloadLimit = field(default_factory=DownloadLimit)
+    credit: CreditBudget = field(default_factory=CreditBudget)
     handlers: dict[str, Registered] = field(default_factory=dict)
     drops: Counter[str] = field(default_factory=Counter)
 
@@ -123,7 +124,7 @@ class Requests:
         if serving.size > serving.header.body_bytes:
             raise ProtocolError("body-overrun")
         serving.pieces.append(data)
-        self._mux.grant(stream_id, len(data))
+        self._mux.grant(stream_id, len(data), trio.current_time())
 
     def on_end(self, serving: Serving) -> None:
         """The request ends."""

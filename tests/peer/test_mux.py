@@ -19,6 +19,7 @@ from swarm_peer.mux import (
     SaidBye,
     WasReset,
 )
+from swarm_peer.pacing import CreditBudget
 from swarm_peer.rpc import Priority
 
 WINDOW = 1000
@@ -344,3 +345,52 @@ def test_a_tick_at_its_time_always_does_something() -> None:
         assert dialer.has_output, "else a driver would spin"
         with pytest.raises(Disconnected):
             dialer.tick(dialer.next_tick)
+
+
+def stream_bytes(seconds_each: float, rounds: int, credit: CreditBudget, rtt_s: float | None) -> int:
+    """A remote that sends as much as it may and a consumer that takes it all; returns the last window."""
+    dialer = Mux(is_dialer=True, now=0.0, credit=credit, remote=b"r")
+    server = Mux(is_dialer=False, now=0.0)
+    dialer.measure_rtt = lambda: rtt_s
+    stream_id = dialer.open(b"h", Priority.BULK)
+    dialer.send(stream_id, b"", fin=True)
+    carry(dialer, server)
+    server.answer(stream_id, b"ok", Priority.BULK)
+    got = 0
+    for number in range(1, rounds + 1):
+        now = number * seconds_each
+        server.send(stream_id, bytes(20 * 1024 * 1024), fin=False)
+        got = 0
+        while server.has_output:
+            for event in dialer.receive(server.next_output(1 << 20).data, now):
+                if isinstance(event, Received):
+                    got += len(event.data)
+        dialer.grant(stream_id, got, now)
+        carry(dialer, server, now=now)
+    dialer.close()
+    return got
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("seconds_each", "rtt_s", "window"),
+    [
+        (0.1, 0.1, 16 * MIB),  # every round trip takes a whole window: twice that, up to the cap
+        (1.0, 0.1, MIB),  # a tenth of the window per round trip is no reason to grow
+        (0.1, None, MIB),
+    ],
+)
+def test_windows_grow_to_twice_what_a_round_trip_takes(seconds_each: float, rtt_s: float | None, window: int) -> None:
+    assert stream_bytes(seconds_each, 8, CreditBudget(), rtt_s) == window
+
+
+def test_credit_beyond_the_first_window_is_bounded_and_comes_back() -> None:
+    credit = CreditBudget(total_bytes=8 * MIB, per_remote_bytes=3 * MIB)
+    assert stream_bytes(0.1, 8, credit, 0.1) == 4 * MIB
+    assert credit.take(b"r", 10 * MIB) == 3 * MIB, "the stream has ended and given back all of it"
+    assert credit.take(b"s", 10 * MIB) == 3 * MIB
+    assert credit.take(b"t", 10 * MIB) == 2 * MIB, "all together"
+    credit.give_back(b"s", 3 * MIB)
+    assert credit.take(b"t", 10 * MIB) == 1 * MIB
