@@ -82,6 +82,7 @@ class Relaying:
             local_allowed=lambda: not own or any(is_local(address.host) for address in own),
             may_punch=port is not None,
         )
+        endpoint.also_at = self._met_at
         self.relay: Relay | None = None
         if limit_bytes_per_s > 0 and port is not None:
             self.relay = Relay(endpoint, transport, limits=RelayLimits(bytes_per_s=limit_bytes_per_s))
@@ -222,6 +223,10 @@ class Relaying:
         if witnesses:
             self.witnesses = witnesses
         return verdicts
+
+    def _met_at(self, peer: PeerId) -> tuple[Address, ...]:
+        known = self._table.get(peer)
+        return known.addresses if known is not None else ()
 
     def _tell(self) -> None:
         for listener in self._listeners:

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -144,6 +144,8 @@ class Endpoint:
         self._dialling = 0
         self._closed_one = trio.Event()
         self.detour: Detour | None = None
+        # Where a peer has been met, for contacts that name relays only: within a home, relays are a long way round.
+        self.also_at: Callable[[PeerId], tuple[Address, ...]] = lambda peer: ()
 
     @property
     def peer_id(self) -> PeerId:
@@ -451,6 +453,9 @@ class Endpoint:
         won: list[tuple[Channel, bool]] = []
         errors: list[ConnectError] = []
         direct = direct_addresses(to.addresses)
+        has_relays = len(direct) < len(to.addresses)
+        if has_relays and not direct:
+            direct = direct_addresses(self.also_at(remote))
         all_failed = trio.Event()
 
         async def attempt(address: Address | None, failed: trio.Event) -> None:
@@ -476,7 +481,7 @@ class Endpoint:
                 nursery.start_soon(attempt, address, failed)
                 with trio.move_on_after(_STAGGER_S):
                     await failed.wait()
-            if dial is not None and len(direct) < len(to.addresses) and self.detour is not None:
+            if dial is not None and has_relays and self.detour is not None:
                 if direct:
                     with trio.move_on_after(_DETOUR_AFTER_S):
                         await all_failed.wait()

@@ -10,9 +10,10 @@ import pytest
 import trio
 import trio.testing
 from relayed_peers import ECHO, SLOW, SLOW_S, Peer, peer, reserved
-from swarm_peer.addresses import Contact
+from swarm_peer.addresses import Address, Contact
 from swarm_peer.circuit_table import RelayLimits
 from swarm_peer.errors import ConnectError, PeerError, Refusal
+from swarm_peer.identity import PeerId
 from swarm_peer.memory import Link, MemoryNetwork, Nat
 from swarm_peer.relay_entry import relay_of
 from swarm_peer.relay_messages import CALL_BACK, INVITE, PUNCH, RESERVE, CallBack, Invitation, Nothing
@@ -302,5 +303,36 @@ def test_a_circuit_that_nobody_uses_ends() -> None:
             await trio.sleep(200)
             assert public.relay.circuits == 0
             assert public.relay.reservations == 1
+
+    run(scenario)
+
+
+def test_where_a_peer_has_been_met_is_tried_before_its_relays_and_does_not_delay_them_much() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=LINK)
+        async with AsyncExitStack() as stack:
+            public, other = [await stack.enter_async_context(peer(network, n)) for n in (1, 2)]
+            home = await stack.enter_async_context(peer(network, 3, nat="symmetric", relays=lambda: [public.contact]))
+            await reserved(home)
+            asked: list[PeerId] = []
+
+            def met(who: PeerId) -> tuple[Address, ...]:
+                asked.append(who)
+                return other.bound
+
+            home.endpoint.also_at = met
+            contact = Contact(other.id, home.contact.addresses)  # as if it were to be found with the relay
+            assert await home.endpoint.call(contact, ECHO, b"here") == b"here"
+            assert asked == [other.id]
+            assert home.endpoint.is_relayed(other.id) is False
+            assert public.relay.stats.circuits == 0
+            # An address that does not answer any more.
+            away = await stack.enter_async_context(peer(network, 4, nat="symmetric", relays=lambda: [public.contact]))
+            await reserved(away)
+            home.endpoint.also_at = lambda who: away.bound
+            began = trio.current_time()
+            assert await home.endpoint.call(away.contact, ECHO, b"there") == b"there"
+            assert home.endpoint.is_relayed(away.id)
+            assert trio.current_time() - began < 2.0
 
     run(scenario)

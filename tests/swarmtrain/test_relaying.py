@@ -11,8 +11,11 @@ import pytest
 import trio
 import trio.testing
 from swarm_peer.addresses import Address, Contact
+from swarm_peer.admission import Admission
+from swarm_peer.certificates import AdmissionMode, Charter
 from swarm_peer.dial_back import Outcome, Verdict
 from swarm_peer.endpoint import Endpoint
+from swarm_peer.gated import Gate
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.memory import Link, MemoryNetwork, Nat
 from swarm_peer.relay_entry import relay_of
@@ -146,6 +149,28 @@ def test_a_relay_of_a_closed_run_serves_its_members_only() -> None:
             members.add(PeerId(contact.peer_id))
             await trio.sleep(10)
             assert home.relays == (public.peer_id,)
+
+    run(scenario)
+
+
+def test_a_member_shows_its_relay_that_it_is_one() -> None:
+    creator = Identity.from_seed(bytes(32))
+    listed = frozenset(Identity.from_seed(bytes([number]) * 32).peer_id for number in (1, 2))
+    charter = Charter(bytes(32), creator.public_key, AdmissionMode.ALLOWLIST, listed)
+
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        async with (
+            node(network, 1) as (relay, public, public_endpoint),
+            node(network, 2, public, listens=False) as (member, _, member_endpoint),
+            node(network, 3, public, listens=False) as (stranger, _, _),
+        ):
+            for relaying, endpoint in ((relay, public_endpoint), (member, member_endpoint)):
+                admission = Admission(charter, endpoint.peer_id)
+                relaying.belong_to(Gate(endpoint, admission, rng=random.Random(0), clock=lambda: 0.0))
+            assert await member.settle()
+            assert member.relays == (public.peer_id,)
+            assert not await stranger.settle()
 
     run(scenario)
 
