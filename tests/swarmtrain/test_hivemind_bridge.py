@@ -176,6 +176,21 @@ def test_a_command_that_cannot_be_started_is_a_bridge_that_is_down(tmp_path: Pat
     run(test)
 
 
+def test_the_real_child_says_why_it_cannot_open(tmp_path: Path) -> None:
+    async def test() -> None:
+        said: list[str] = []
+        # Without hivemind it is the import that fails, with it the address.
+        bridge = Bridge(["/nowhere"], say=said.append, rng=random.Random(0), times=QUICK)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bridge.run)
+            assert not await bridge.settled()
+            assert bridge.reason not in ("", "its process ended")
+            assert bridge.reason in said[0]
+            nursery.cancel_scope.cancel()
+
+    run(test)
+
+
 def test_socket_folders_of_dead_nodes_are_swept_and_those_of_live_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

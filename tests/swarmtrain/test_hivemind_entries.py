@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -27,6 +28,7 @@ from swarmtrain.hivemind_bridge.entries import (
 from swarmtrain.hivemind_bridge.installation import find_problem
 from swarmtrain.hivemind_bridge.messages import BridgeError, Frames, decode_to_child, decode_to_node, encode
 from swarmtrain.hivemind_bridge.multiaddr import join_multiaddrs, parse_multiaddrs
+from swarmtrain.hivemind_bridge.rendezvous import check_rendezvous
 from swarmtrain.naming import RunReference, fingerprint
 
 NOW = 1_800_000_000.0
@@ -220,3 +222,26 @@ def test_the_remedy_is_named_where_hivemind_cannot_run(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "hivemind", raising=False)
     sys.path_importer_cache.clear()
     assert "pip install 'swarmtrain[hivemind]'" in str(find_problem("linux", (3, 12)))
+
+
+def test_a_missing_daemon_and_another_version_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("hivemind/hivemind_cli", "hivemind-1.1.12.dist-info"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "hivemind" / "__init__.py").write_text("raise AssertionError('the node must not import it')")
+    metadata = tmp_path / "hivemind-1.1.12.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: hivemind\nVersion: 1.1.12\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "hivemind", raising=False)
+    sys.path_importer_cache.clear()
+    assert "p2pd is missing or may not be run" in str(find_problem("linux", (3, 12)))
+    daemon = tmp_path / "hivemind" / "hivemind_cli" / "p2pd"
+    daemon.touch(mode=0o600)
+    assert "may not be run" in str(find_problem("linux", (3, 12)))
+    daemon.chmod(0o700)
+    assert find_problem("linux", (3, 12)) is None
+    metadata.write_text("Metadata-Version: 2.1\nName: hivemind\nVersion: 1.2.0\n")
+    assert "hivemind 1.2.0 is installed, 1.1.12 is needed" in str(find_problem("linux", (3, 12)))
+    with pytest.raises(UserError, match="hivemind 1") as caught:
+        check_rendezvous("hivemind", [f"/ip4/192.0.2.1/tcp/31337/p2p/{PEER_ID}"])
+    assert caught.value.exit_code == 2
+    assert check_rendezvous("own", []) == ()
