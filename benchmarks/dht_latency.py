@@ -284,6 +284,42 @@ def ratios_of(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     return found
 
 
+def compare(sizes: list[int], rivals: list[int], operations: int) -> list[dict[str, Any]]:
+    """A row for each size of ours, and for each of hivemind's where it is installed."""
+    if rivals and importlib.util.find_spec("hivemind") is None:
+        print("hivemind is not installed (pip install 'swarmtrain[hivemind]'): its rows are left out", flush=True)
+        rivals = []
+    rows = []
+    for size in sizes:
+        for whose, kind in (("ours", OwnSwarm), ("hivemind", HivemindSwarm)):
+            if whose == "ours" or size in rivals:
+                row = {"whose": whose, **measure(kind, size, operations)}
+                rows.append(row)
+                store, get = row["store"]["p50"], row["get"]["p50"]
+                print(f"{whose}, {size} nodes: store {store:.1f} ms, get {get:.1f} ms", flush=True)
+    return rows
+
+
+def section(quick: bool) -> dict[str, Any]:
+    """For `transport.py --rivals`."""
+    rows = compare([2, 8] if quick else [2, 8, 16, 64], [2, 8] if quick else [2, 8, 16], 60 if quick else 200)
+    return {
+        "title": "DHT, beside hivemind's",
+        "note": "p50 ms; a get asks all nearest nodes",
+        "columns": ["whose", "nodes", "store", "get", "get absent", "join", "MB per node"],
+        "rows": [
+            [
+                row["whose"],
+                row["nodes"],
+                *(round(row[op]["p50"], 1) for op in ("store", "get", "absent")),
+                round(row["join_ms"]),
+                round(row["mb_per_node"]),
+            ]
+            for row in rows
+        ],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="60 operations of each kind instead of 200")
@@ -299,21 +335,10 @@ def main() -> None:
     if options.hivemind_nodes is not None:
         hivemind_nodes(options.hivemind_nodes)
         return
-    operations = 60 if options.quick else 200
-    rivals = [int(size) for size in options.hivemind_sizes.split(",") if size]
-    if rivals and importlib.util.find_spec("hivemind") is None:
-        print("hivemind is not installed (pip install 'swarmtrain[hivemind]'): its rows are left out", flush=True)
-        rivals = []
-    rows = []
-    for size in map(int, options.sizes.split(",")):
-        for whose, kind in (("ours", OwnSwarm), ("hivemind", HivemindSwarm)):
-            if whose == "ours" or size in rivals:
-                row = {"whose": whose, **measure(kind, size, operations)}
-                rows.append(row)
-                print(
-                    f"{whose}, {size} nodes: store {row['store']['p50']:.1f} ms, get {row['get']['p50']:.1f} ms",
-                    flush=True,
-                )
+    sizes, rivals = (
+        [int(size) for size in text.split(",") if size] for text in (options.sizes, options.hivemind_sizes)
+    )
+    rows = compare(sizes, rivals, 60 if options.quick else 200)
     print_table(rows)
     if options.json:
         report = {"machine": f"{os.cpu_count()} CPUs", "rows": rows, "hivemind_to_ours": ratios_of(rows)}

@@ -200,6 +200,17 @@ def rows(megabytes: int) -> list[dict[str, Any]]:
     return [*found, measure("hivemind", megabytes)]
 
 
+def section(quick: bool) -> dict[str, Any]:
+    """For `transport.py --rivals`."""
+    report = rows(100 if quick else 400)
+    return {
+        "title": "a stream of bytes, beside hivemind's p2p",
+        "note": "CPU seconds of both sides and of hivemind's daemons",
+        "columns": ["whose", "MB/s", "CPU-s per GB"],
+        "rows": [[row["whose"], round(row["mb_per_s"]), round(row["cpu_s_per_gb"], 2)] for row in report],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=400, help="size of one transfer")

@@ -1,6 +1,6 @@
 """How fast do peers move bytes and answer calls? Every row in one run on loopback, ratios to what trio gives by itself.
 
-    python benchmarks/transport.py [--quick] [--json FILE]
+    python benchmarks/transport.py [--quick] [--rivals] [--json FILE]
 
 Each transfer runs between two processes; CPU seconds are those of sender and receiver together (getrusage). Rows:
     trio TCP        a plain trio.SocketStream, 256 KiB at a time: what is lost above it is the price of what we do
@@ -9,7 +9,7 @@ Each transfer runs between two processes; CPU seconds are those of sender and re
     blobs           all of it: TLS, frames, priorities, credit, chunks, BLAKE3 of every chunk, copy into place
 The best of several rounds counts, rounds alternate between the rows. About half a minute (`--quick`: ten seconds).
 
-Other modules of this folder add sections: see `SECTIONS`.
+With `--rivals`, other modules of this folder add sections: see `SECTIONS`. That takes minutes more.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ PIECE = 256 * 1024
 ECHO = Method("benchmark.echo", bytes, bytes, priority=Priority.CONTROL)
 ALICE, BOB = (Identity.from_seed(name.ljust(32)) for name in (b"alice", b"bob"))
 
-SECTIONS = ("dht_latency",)
+SECTIONS = ("hivemind_stream", "dht_latency")
 """Modules beside this file with further rows. Each has `section(quick: bool) -> dict`: {"title": ..., "note": ...,
-"columns": [...], "rows": [[...], ...]}; one that is missing is left out, one that fails says so in its place.
-`dht_latency` and `hivemind_stream` print tables of their own so far."""
+"columns": [...], "rows": [[...], ...]}; one that is missing is left out, one that fails says so in its place."""
 
 Receive = Callable[[], Awaitable[bytes]]
 
@@ -294,11 +293,11 @@ def calls(quick: bool) -> dict[str, Any]:
     }
 
 
-def sections(quick: bool) -> list[dict[str, Any]]:
+def sections(quick: bool, rivals: bool) -> list[dict[str, Any]]:
     found = [transfers(quick), handshakes(quick), calls(quick)]
     folder = pathlib.Path(__file__).parent
     sys.path.insert(0, str(folder))
-    for name in SECTIONS:
+    for name in SECTIONS if rivals else ():
         if (folder / f"{name}.py").exists():
             try:
                 module = importlib.import_module(name)
@@ -321,6 +320,7 @@ def show(section: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small transfers, few rounds")
+    parser.add_argument("--rivals", action="store_true", help="also beside hivemind, where it is installed")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the sections there, too")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=0, help=argparse.SUPPRESS)
@@ -330,7 +330,7 @@ def main() -> None:
     elif options.serve:
         trio.run(serve_stream, options.serve, options.size)
     else:
-        found = sections(options.quick)
+        found = sections(options.quick, options.rivals)
         for section in found:
             show(section)
         if options.json:
