@@ -39,7 +39,7 @@ def run_bootstrap(options: BootstrapOptions) -> int:
     initial_peers = check_rendezvous(options.dht, options.initial_peers)
     manifests = {path: read_manifest_file(path) for path in options.manifests}
     key = options.identity or options.state / "bootstrap.pem"
-    with acquire_identity(options.state, key) as identity:
+    with acquire_identity(options.state, key, lambda line: click.echo(line, err=True)) as identity:
         return trio.run(_serve, options, manifests, initial_peers, identity)
 
 

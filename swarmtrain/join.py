@@ -16,7 +16,7 @@ import numpy as np
 import trio
 from swarm_peer.certificates import REVOKED
 from swarm_peer.errors import Refusal
-from swarm_peer.identity import Identity, short
+from swarm_peer.identity import Identity
 
 from swarmtrain.admission import enter_run, not_admitted, save_certificate
 from swarmtrain.data import TokenFile, prepare_tokens
@@ -57,7 +57,7 @@ def run_join(options: JoinOptions) -> int:
     """Joins a run and stays until its end.  Returns the exit code; raises UserError."""
     initial_peers = check_rendezvous(options.dht, options.initial_peers)
     target = target_with_saved(options.run, options.invite, options.peers, options.state)
-    with acquire_identity(options.state, options.identity) as identity, Progress() as progress:
+    with Progress() as progress, acquire_identity(options.state, options.identity, progress.say) as identity:
         result, exit_code = trio.run(_join, options, target, initial_peers, identity, progress)
     if result is not None and result.merge is not None:
         _print_result(options, result)
@@ -84,7 +84,7 @@ async def _join(
         open_rendezvous(node, initial_peers, progress.say) as rendezvous,
     ):
         where = f"listens on {', '.join(map(str, node.addresses))}" if node.addresses else "only dials others"
-        progress.say(f"peer {short(identity.peer_id)} {where}")
+        progress.say(where)
         run = await _find_run(node, rendezvous, target, options, progress.say)
         if node.mapping is not None:
             node.mapping.on_notice = progress.say

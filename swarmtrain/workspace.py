@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 from swarm_peer.errors import IdentityFileError
 from swarm_peer.identity import Identity, short
 
+from swarmtrain.container import is_temporary
 from swarmtrain.durable import TEMPORARY_SUFFIX, write_durably
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.manifest import SignedManifest
@@ -114,8 +115,10 @@ def _left_by_a_crash(path: Path) -> bool:
 
 
 @contextmanager
-def acquire_identity(state: Path, explicit: Path | None) -> Iterator[Identity]:
-    """Loads this process's identity and keeps every other process from using it.
+def acquire_identity(
+    state: Path, explicit: Path | None, say: Callable[[str], None] = lambda line: None
+) -> Iterator[Identity]:
+    """Loads this process's identity, says which file it is in, and keeps every other process from using it.
 
     Without `explicit`, the first key file in the state folder that no other process holds: identity.pem,
     identity-2.pem and so on, so that several peers on one machine just work.  Raises UserError.
@@ -135,6 +138,12 @@ def acquire_identity(state: Path, explicit: Path | None) -> Iterator[Identity]:
                 raise UserError(str(error), ExitCode.BAD_FOLDER) from None
             except OSError as error:
                 raise UserError(f"{path}: {error.strerror or error}", ExitCode.BAD_FOLDER) from None
+            say(f"peer {short(identity.peer_id)}, key file {path}")
+            if is_temporary(path):
+                say(
+                    f"warning: {path.parent} lies on no volume: the identity ends with this container, and the next "
+                    "one is another peer; mount a volume there"
+                )
             yield identity
             return
     raise UserError(

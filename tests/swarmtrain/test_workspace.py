@@ -16,6 +16,7 @@ import pytest
 from swarm_peer.identity import Identity
 
 from swarmtrain import workspace as workspace_module
+from swarmtrain.container import is_in_container, is_temporary
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.manifest import (
     DataSection,
@@ -203,6 +204,33 @@ def test_several_peers_of_one_user_get_an_identity_each_and_keep_it(tmp_path: Pa
         assert first.peer_id != second.peer_id
     with acquire_identity(tmp_path, None) as again:
         assert again.peer_id == first.peer_id
+
+
+def test_the_key_file_is_said_and_is_the_same_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    peers = set()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        with acquire_identity(tmp_path / "state", None, said.append) as identity:
+            peers.add(identity.peer_id)
+    assert len(peers) == 1
+    lines = [line for line in said if "warning" not in line]  # the tests may run in a container
+    assert lines == [f"peer {peers.pop().hex()[:8]}, key file {tmp_path / 'state' / 'identity.pem'}"] * 2
+
+
+def test_an_identity_in_a_containers_own_layer_is_said_to_be_temporary(tmp_path: Path) -> None:
+    (tmp_path / ".dockerenv").touch()
+    assert is_in_container(tmp_path)
+    assert not is_in_container(tmp_path / "elsewhere")
+    key = tmp_path / "identity.pem"
+    key.touch()
+    assert is_temporary(key, root=tmp_path)  # on the device of the root: the container's layer
+    assert not is_temporary(key, in_container=False, root=tmp_path)
+    assert not is_temporary(Path("/proc/self/status"), in_container=True, root=tmp_path)  # a mount of its own
+    assert not is_temporary(tmp_path / "missing", root=tmp_path)
 
 
 def test_the_first_free_identity_is_taken(tmp_path: Path) -> None:
