@@ -44,6 +44,7 @@ _ROUTE_PROBE = ("192.0.2.1", 9)
 # A small call waits for its answer at least this long, and this share of the time for a dial where that is longer.
 ANSWER_S = 4.0
 ANSWER_SHARE = 0.4
+INTERFACES_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +213,8 @@ async def open_node(identity: Identity, config: NodeConfig) -> AsyncIterator[Nod
             if config.portmap and not given and (methods := mapping_methods(bound, own)):
                 mapping = PortMapping(bound[0].port, methods, relaying.forwarded)
                 nursery.start_soon(mapping.run)
+            if bound and not given:
+                nursery.start_soon(follow_interfaces, bound, config, relaying.moved)
             yield Node(identity, endpoint, discovery, blobs, relaying, max(5.0, answer_s), local, transport, mapping)
         finally:
             with trio.move_on_after(3.0, shield=True):
@@ -227,6 +230,19 @@ def judge_interfaces(entries: Sequence[EntryPoint], interface: str | None = None
         return judge(list_interfaces(), only=interface, loopback_allowed=is_local, in_wsl=in_wsl)
     except ValueError as error:
         raise UserError(f"--interface {error}", ExitCode.USAGE) from None
+
+
+async def follow_interfaces(
+    bound: Sequence[Address], config: NodeConfig, moved: Callable[[tuple[Address, ...]], None]
+) -> None:
+    """Looks now and then which addresses this machine has: laptops change networks, and providers change addresses."""
+    while True:
+        await trio.sleep(INTERFACES_S)
+        try:
+            own = judge_interfaces(config.entries, config.interface)
+        except UserError:  # the interface that was asked for is gone for now
+            continue
+        moved(reachable_addresses(bound, own, config.entries))
 
 
 def reachable_addresses(

@@ -79,7 +79,7 @@ class Relaying:
             transport,
             relay_contact=self._reservations.find,
             public_port=lambda: None if self.is_outbound_only or not takes_part else port,
-            local_allowed=lambda: not own or any(is_local(address.host) for address in own),
+            local_allowed=lambda: not self._own or any(is_local(address.host) for address in self._own),
             may_punch=port is not None,
         )
         endpoint.also_at = self._met_at
@@ -109,6 +109,15 @@ class Relaying:
             return Reach("unknown", None, "announced as asked, and not called in question")
         port = self._asked_port if self._port is not None else None
         return judge_reach(port, self._own, self.witnesses, [short(relay) for relay in self.relays])
+
+    def moved(self, own: tuple[Address, ...]) -> None:
+        """Takes the addresses that this machine has from now on: it has changed networks."""
+        if own == self._own or self._is_given:
+            return
+        logger.info("this machine's addresses are now %s", ", ".join(map(str, own)) or "none")
+        self._own = own
+        self._look_again.set()
+        self._tell()
 
     def forwarded(self, address: Address | None) -> None:
         """Takes note of where the router says that it forwards from; believed once others have come that way."""

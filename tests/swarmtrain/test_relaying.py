@@ -17,10 +17,12 @@ from swarm_peer.dial_back import Outcome, Verdict
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.gated import Gate
 from swarm_peer.identity import Identity, PeerId
+from swarm_peer.interfaces import InterfaceAddress
 from swarm_peer.memory import Link, MemoryNetwork, Nat
 from swarm_peer.relay_entry import relay_of
 from swarm_peer.routing import RoutingTable
 
+from swarmtrain.node import INTERFACES_S, NodeConfig, follow_interfaces
 from swarmtrain.options import relay_rate
 from swarmtrain.relaying import RECHECK_S, RELAYED_PREFERENCE, Relaying, is_reachable, relaying_line
 
@@ -223,3 +225,32 @@ def test_the_limit_is_a_rate_or_none() -> None:
     with pytest.raises(click.BadParameter):
         relay_rate("fast")
     assert relaying_line(1.25e6) == "relays for peers that cannot reach each other, 10 Mbit/s at most (--relay-limit)"
+
+
+def test_a_machine_that_changes_networks_tells_its_new_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["192.168.1.7"]
+    monkeypatch.setattr("swarmtrain.node.list_interfaces", lambda: [InterfaceAddress("wlan0", host) for host in hosts])
+
+    async def scenario() -> None:
+        told: list[tuple[Address, ...]] = []
+        async with node(MemoryNetwork(seed=1), 1) as (relaying, _, _), trio.open_nursery() as nursery:
+            relaying.on_addresses(told.append)
+            config = NodeConfig(listen="[::]:7766")
+            nursery.start_soon(follow_interfaces, [Address("0.0.0.0", 7766)], config, relaying.moved)
+            await trio.sleep(2 * INTERFACES_S + 1)
+            hosts[:] = ["10.1.2.3"]
+            await trio.sleep(INTERFACES_S)
+            assert told == [(Address("192.168.1.7", 7766),), (Address("10.1.2.3", 7766),)]
+            assert relaying.addresses == told[-1]
+            nursery.cancel_scope.cancel()
+
+    run(scenario)
+
+
+def test_what_the_user_has_stated_does_not_follow_the_interfaces() -> None:
+    async def scenario() -> None:
+        async with node(MemoryNetwork(seed=1), 1, is_given=True) as (relaying, contact, _):
+            relaying.moved((Address("10.1.2.3", 1),))
+            assert relaying.addresses == contact.addresses
+
+    run(scenario)
