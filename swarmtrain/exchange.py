@@ -55,6 +55,7 @@ from swarmtrain.exchange_messages import (
 from swarmtrain.guard import Guard
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
 from swarmtrain.mixing import mix_weight, relative_weight
+from swarmtrain.partner_choice import choose_partner
 from swarmtrain.round_pace import RoundPace
 from swarmtrain.snapshots import (
     EncodedSnapshot,
@@ -289,10 +290,7 @@ class Exchanger:
     def _choose_partner(self) -> Contact | None:
         now = trio.current_time()
         able = [c for c in self._partners.candidates() if not self._is_backed_off(c.peer_id, now)]
-        weights = [self._preference(contact) for contact in able]
-        if len(set(weights)) <= 1:
-            return self._rng.choice(able) if able else None
-        return self._rng.choices(able, weights)[0]
+        return choose_partner(able, self._preference, self._rng)
 
     async def _initiate(self, partner: Contact, closed: ClosedRound, own: Snapshot, started_s: float) -> Report:
         id_ = self._rng.randbytes(16)

@@ -245,6 +245,24 @@ def test_circuits_share_the_relay_s_rate_alike() -> None:
     run(scenario)
 
 
+def test_one_circuit_can_be_kept_below_the_relay_s_rate() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=LINK)
+        async with AsyncExitStack() as stack:
+            limits = RelayLimits(bytes_per_s=1_000_000, circuit_bytes_per_s=50_000)
+            public = await stack.enter_async_context(peer(network, 1, limits=limits))
+            a, b = [
+                await stack.enter_async_context(peer(network, n, nat="symmetric", relays=lambda: [public.contact]))
+                for n in (2, 3)
+            ]
+            await reserved(b)
+            began = trio.current_time()
+            await a.endpoint.call(b.contact, ECHO, bytes(250_000), deadline_s=60)
+            assert 9.0 < trio.current_time() - began < 12.0  # 250 kB there and back
+
+    run(scenario)
+
+
 def test_nobody_but_a_relay_of_ours_can_make_us_dial() -> None:
     async def scenario() -> None:
         network = MemoryNetwork(link=LINK)
