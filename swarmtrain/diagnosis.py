@@ -129,7 +129,7 @@ def render(found: Diagnosis) -> str:
     )
     rows = []
     for one in found.measured:
-        rows.append((f"peer {one.peer}", one.problem or _link_words(one)))
+        rows.append((f"peer {one.peer}", "; ".join(filter(None, [_link_words(one), one.problem]))))
         if one.clock_ahead_s is not None:
             rows.append(("  clock", f"ours is {clock_words(one.clock_ahead_s)} its clock"))
     if rows:

@@ -107,22 +107,19 @@ def _who_is_at(node: Node, peer_id: PeerId | None, address: Address) -> str:
 
 
 async def _measure(node: Node, peer: PeerId) -> Measured:
+    """Measures one thing after the other; what comes before a failure is kept."""
     contact = Contact(peer, ())
-    name = short(peer)
+    found = Measured(peer=short(peer))
     try:
         glance = await look(node.endpoint, contact, wall_clock=time.time)
+        observed = str(glance.observed) if glance.observed else None
+        found = dataclasses.replace(found, observed=observed, rtt_s=glance.rtt_s, clock_ahead_s=glance.clock_ahead_s)
         down = await measure_download(node.endpoint, contact)
+        found = dataclasses.replace(found, down_bits_per_s=down.bits_per_s)
         up = await measure_upload(node.endpoint, contact)
+        return dataclasses.replace(found, up_bits_per_s=up.bits_per_s)
     except PeerError as error:
-        return Measured(peer=name, problem=sanitise(str(error)))
-    return Measured(
-        peer=name,
-        observed=str(glance.observed) if glance.observed else None,
-        rtt_s=glance.rtt_s,
-        clock_ahead_s=glance.clock_ahead_s,
-        down_bits_per_s=down.bits_per_s,
-        up_bits_per_s=up.bits_per_s,
-    )
+        return dataclasses.replace(found, problem=sanitise(str(error)))
 
 
 async def _ends(node: Node, addresses: Sequence[Address]) -> list[tuple[Address, Address]]:

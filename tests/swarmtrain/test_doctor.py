@@ -34,7 +34,7 @@ FULL = Diagnosis(
             down_bits_per_s=12.3e6,
             up_bits_per_s=1.1e6,
         ),
-        Measured(peer="5a5a5a5a", problem="refused: rate-limited"),
+        Measured(peer="5a5a5a5a", rtt_s=2.5, problem="refused: rate-limited"),
     ),
     nat="symmetric",
     reach="outbound-only",
@@ -58,7 +58,7 @@ def test_the_report_fits_80_columns_and_says_everything() -> None:
         "ours is 2.0 h ahead of its clock",
         "changes port numbers",
         "tiny (12345678) 5",
-        "refused: rate-limited",
+        "2500 ms; refused: rate-limited",
         "no NAT-PMP at 192.168.1.1",
     ):
         assert words in text, words
