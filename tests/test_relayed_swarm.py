@@ -36,7 +36,10 @@ def test_three_outbound_only_peers_all_exchange_with_each_other(tmp_path: Path) 
         assert rounds <= 10 * len(pairs)
         for peer in peers:
             assert "outbound-only, using relay" in peer.log.read_text()
-        shown = command("monitor", "--run-id", "tiny", "--peer", address, "--once", "--json")
-        view = json.loads(shown.stdout)
-        assert sum(bool(row["last_relayed"]) for row in view["peers"]) == len(peers)
+
+        def all_are_shown_as_relayed() -> bool:
+            shown = command("monitor", "--run-id", "tiny", "--peer", address, "--once", "--json")
+            return sum(bool(row["last_relayed"]) for row in json.loads(shown.stdout)["peers"]) == len(peers)
+
+        wait_until(all_are_shown_as_relayed, "news of the exchanges has come to the monitor")
         assert "relays for peers that cannot reach each other" in (tmp_path / "swarm" / "bootstrap.log").read_text()
