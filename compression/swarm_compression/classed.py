@@ -261,16 +261,18 @@ class _CompiledClasses:
         self._loops, self._classes, self._kind = loops, classes, kind
         self._counters = _Counters(classes, kind)
         self._collected = np.flatnonzero([decoded.mode is Mode.ALL for decoded in classes])
-        # A class of which all members are coded has no ranks; zeros keep its steps in line with the others'.
-        ranks = [
-            np.zeros(decoded.steps.size, np.int64) if decoded.mode is Mode.ALL else decoded.ranks for decoded in classes
-        ]
-        self._ranks = np.concatenate(ranks)
-        self._steps = np.concatenate([decoded.steps for decoded in classes])
-        self._ends = np.cumsum([decoded.steps.size for decoded in classes])
-        self._slots = self._ends - [decoded.steps.size for decoded in classes]
-        firsts = [decoded.ranks[0] if decoded.ranks.size else loops.NEVER for decoded in classes]
-        self._due = np.array(firsts, np.int64)
+        end = np.array([loops.NEVER])
+        ranks, steps = [], []
+        for decoded in classes:
+            # A class of which all members are coded has no ranks: only its steps are looked at.
+            unread = np.full(decoded.steps.size - decoded.ranks.size, loops.NEVER)
+            ranks += [decoded.ranks, unread, end]
+            steps += [decoded.steps, np.zeros(1, kind.bits_dtype)]
+        sizes = np.array([decoded.steps.size for decoded in classes])
+        self._ranks, self._steps = np.concatenate(ranks), np.concatenate(steps)
+        self._ends = np.cumsum(sizes + 1) - 1
+        self._slots = self._ends - sizes
+        self._due = self._ranks[self._slots]
 
     def apply(self, chunk: Bits) -> None:
         """Bring one slice to its new values."""

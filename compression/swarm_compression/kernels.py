@@ -198,8 +198,9 @@ def apply_ranked(
 ) -> bool:
     """Apply the changes of all classes to one slice in place; return False if a class has too few steps.
 
-    As in `rank_changes`. Class `c` owns `ranks` and `steps` from `slots[c]` (carried on) to `ends[c]`, and `due[c]` is
-    its next rank, or NEVER. Every member of the classes listed in `collected` takes the next step instead.
+    As in `rank_changes`. Class `c` owns `ranks` and `steps` from `slots[c]` (carried on) to `ends[c]`, where its ranks
+    end in NEVER, and `due[c]` is its next rank. Every member of the classes listed in `collected` takes the next step
+    instead.
     """
     for start in range(0, target.size, LANES):
         fill_contexts(target, start, contexts)
@@ -213,19 +214,14 @@ def apply_ranked(
             hits |= as_mask(due[number] < totals[number] - totals[number + 1]) << as_mask(number)
         while hits != 0:
             number = lowest_one(hits)
-            hits &= hits - as_mask(1)
             inside = masks[number] & ~masks[number + 1]
             limit = totals[number] - totals[number + 1]
-            before = limit - count_ones(inside)
             slot = slots[number]
-            rank = due[number]
-            while rank < limit:
-                at = start + _select(inside, rank - before)
-                target[at] = _step(int(target[at]), int(steps[slot]), top)
-                slot += 1
-                rank = ranks[slot] if slot < ends[number] else NEVER
-            slots[number] = slot
-            due[number] = rank
+            at = start + _select(inside, due[number] - limit + count_ones(inside))
+            target[at] = _step(int(target[at]), int(steps[slot]), top)
+            slots[number] = slot + 1
+            due[number] = ranks[slot + 1]
+            hits &= ~(as_mask(ranks[slot + 1] >= limit) << as_mask(number))
         for entry in range(collected.size):
             number = collected[entry]
             slot = slots[number]
