@@ -27,9 +27,6 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Protocol
 
 import numpy as np
 import trio
@@ -51,6 +48,16 @@ from swarmtrain.exchange_messages import (
     Offer,
     OpenReply,
     OpenRequest,
+)
+from swarmtrain.exchange_session import (
+    Blobs,
+    ExchangeConfig,
+    ExchangeFailed,
+    Partners,
+    Report,
+    Session,
+    Stage,
+    reason_of,
 )
 from swarmtrain.guard import Guard
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
@@ -76,105 +83,6 @@ CANCEL_DEADLINE_S = 2.0
 # Strangers choose the refusal codes that we count and, by failing, the peers that we remember.
 MAX_COUNTED_OUTCOMES = 64
 MAX_BACKOFFS = 1024
-
-
-# ------------------------------------------------------------------------------------------------------- seams
-
-
-class Partners(Protocol):
-    """Who could be met: live training peers of the run."""
-
-    def candidates(self) -> list[Contact]: ...
-
-    def contact(self, peer_id: bytes) -> Contact:
-        """Returns how to reach a peer that has just contacted us."""
-
-    def swarm_step(self) -> int | None:
-        """Returns the median schedule step of the live training peers: what no single peer can claim away."""
-
-
-class Blobs(Protocol):
-    """Moves payloads by content."""
-
-    def put(self, data: bytes) -> bytes: ...
-
-    def discard(self, blob_id: bytes) -> None: ...
-
-    async def fetch(self, blob_id: bytes, holder: Contact, *, max_size_bytes: int, deadline_s: float) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeConfig:
-    """What the run and the link say about exchanges."""
-
-    run_id: bytes
-    staleness_cutoff: int  # rounds
-    outer_gain: float  # beta / (1 - alpha), or gamma / (1 - alpha)
-    boundary_deadline_s: float = 60.0  # a partner's trainer reaches its next step boundary within this
-    transfer_deadline_s: float = 600.0
-    attempts_per_round: int = 8
-    busy_pause_s: float = 0.3
-    backoff_s: float = 15.0  # at most a round
-    staleness_floor_s: float = 2.0  # what is trained within this counts as one round at most
-    ration: float = 0.25  # others may close our rounds no more often than once in this share of a round's time
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One exchange as it went, for the event log and the status."""
-
-    partner: bytes
-    initiated: bool
-    outcome: str  # "mixed", or the reason why not
-    staleness: int = 0
-    weight: float = 0.0
-    clipped: bool = False
-    payload_bytes_sent: int = 0
-    payload_bytes_received: int = 0
-    patch: bool = False
-    seconds: float = 0.0
-
-
-class ExchangeFailed(Exception):
-    """A session ends without a mix; `reason` is a short token."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class _Stage(Enum):
-    """How far a responder's session has come; it never goes back."""
-
-    OPEN = 0
-    COMMITTING = 1
-    READY = 2
-    APPLYING = 3
-
-
-@dataclass(slots=True)
-class _Session:
-    """One meeting, on either side."""
-
-    id: bytes
-    partner: Contact
-    theirs: Offer
-    started_s: float
-    closed: ClosedRound
-    own: Snapshot
-    encoded: EncodedSnapshot
-    blob: bytes
-    partner_snapshot: Snapshot | None = None
-    order: MixOrder | None = None
-    staleness: int = 0
-    received_bytes: int = 0
-    clipped: bool = False
-    patch: bool = False
-    stage: _Stage = _Stage.OPEN
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-
-
-# --------------------------------------------------------------------------------------------------- the exchanger
 
 
 class Exchanger:
@@ -205,7 +113,7 @@ class Exchanger:
         self._preference = preference
         self._guard = Guard(config.outer_gain)
         self._busy = False
-        self._incoming: _Session | None = None
+        self._incoming: Session | None = None
         self._last_mix_s = self._last_call_s = float("-inf")
         self._last_round = 0
         self._pace = RoundPace()
@@ -274,7 +182,7 @@ class Exchanger:
                         own = await self._offload(take_snapshot, self._layout, closed.bits)
                     report = await self._initiate(partner, closed, own, started_s)
                 except (PeerError, ExchangeFailed, PayloadInvalid) as error:
-                    report = Report(partner.peer_id, True, _reason(error), seconds=trio.current_time() - started_s)
+                    report = Report(partner.peer_id, True, reason_of(error), seconds=trio.current_time() - started_s)
                     self._note_failure(partner.peer_id, error)
                 except TrainerGone:
                     raise
@@ -304,25 +212,25 @@ class Exchanger:
             if self._too_stale(closed, reply.offer):
                 raise ExchangeFailed("partner-stale")
             encoded, blob = await self._encode(own, reply.offer)
-            session = _Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
+            session = Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
             await self._swap(session, reply.payload)
             await self._caller.call(partner, APPLY, ApplyRequest(id_), deadline_s=self._config.boundary_deadline_s)
             await self._mix(session)
         except BaseException as error:
             if not isinstance(error, Refusal):  # a partner that refuses has ended its session already
-                await self._say_cancel(partner, CancelRequest(id_, _reason(error)[:40]))
+                await self._say_cancel(partner, CancelRequest(id_, reason_of(error)[:40]))
             raise
         finally:
             if blob:
                 self._blobs.discard(blob)
-        return self._success(session, initiated=True)
+        return session.report_mixed(initiated=True, now_s=trio.current_time())
 
     async def _say_cancel(self, partner: Contact, request: CancelRequest) -> None:
         """Lets the partner go at once; it would else wait for us until the session expires."""
         with trio.move_on_after(CANCEL_DEADLINE_S, shield=True), contextlib.suppress(PeerError):
             await self._caller.call(partner, CANCEL, request, deadline_s=CANCEL_DEADLINE_S)
 
-    async def _swap(self, session: _Session, theirs: Payload) -> None:
+    async def _swap(self, session: Session, theirs: Payload) -> None:
         """Lets the partner fetch while we fetch; raises what went wrong first on either side."""
         own = Payload(session.own.hash, session.encoded.base, session.blob, len(session.encoded.data))
         failures: list[Exception] = []
@@ -372,7 +280,7 @@ class Exchanger:
                 self._trainer.release(closed)
                 raise
             partner = self._partners.contact(remote)
-            session = _Session(request.session, partner, offer, now, closed, own, encoded, blob)
+            session = Session(request.session, partner, offer, now, closed, own, encoded, blob)
             self._incoming = session
             nursery.start_soon(self._expire, session)
         payload = Payload(own.hash, encoded.base, blob, len(encoded.data))
@@ -399,24 +307,24 @@ class Exchanger:
 
     async def _on_commit(self, remote: bytes, request: CommitRequest) -> Done:
         session = self._find_session(remote, request.session)
-        if session.stage is not _Stage.OPEN or request.payload.snapshot != session.theirs.snapshot:
+        if session.stage is not Stage.OPEN or request.payload.snapshot != session.theirs.snapshot:
             raise self._end_incoming(session, "inconsistent-commit")
-        session.stage = _Stage.COMMITTING
+        session.stage = Stage.COMMITTING
         try:
             await self._receive(session, request.payload)
         except (PeerError, ExchangeFailed, PayloadInvalid) as error:
-            raise self._end_incoming(session, _reason(error)) from error
+            raise self._end_incoming(session, reason_of(error)) from error
         except BaseException:  # among them the cancellation of this handler: the initiator has given up or is gone
             self._end_incoming(session, "commit-interrupted")
             raise
-        session.stage = _Stage.READY
+        session.stage = Stage.READY
         return Done()
 
     async def _on_apply(self, remote: bytes, request: ApplyRequest) -> Done:
         session = self._find_session(remote, request.session)
-        if session.stage is not _Stage.READY:
+        if session.stage is not Stage.READY:
             raise self._end_incoming(session, "not-committed")
-        session.stage = _Stage.APPLYING
+        session.stage = Stage.APPLYING
         session.scope.cancel()  # it expires no more: what is being applied belongs to the trainer
         try:
             await self._mix(session)
@@ -426,7 +334,7 @@ class Exchanger:
             self._end_incoming(session, "apply-interrupted")
             raise
         self._leave(session)
-        self._record(self._success(session, initiated=False))
+        self._record(session.report_mixed(initiated=False, now_s=trio.current_time()))
         return Done()
 
     async def _on_cancel(self, remote: bytes, request: CancelRequest) -> Done:
@@ -434,23 +342,23 @@ class Exchanger:
         self._end_incoming(session, "stale" if request.reason == "partner-stale" else "cancelled")
         return Done()
 
-    async def _expire(self, session: _Session) -> None:
+    async def _expire(self, session: Session) -> None:
         """Ends a session whose initiator has vanished, and remembers it."""
         with session.scope:
             await trio.sleep(self._config.boundary_deadline_s)
-            if session.stage is not _Stage.OPEN:
+            if session.stage is not Stage.OPEN:
                 await trio.sleep(self._config.transfer_deadline_s)
             self._end_incoming(session, "initiator-vanished")
 
-    def _find_session(self, remote: bytes, id_: bytes) -> _Session:
+    def _find_session(self, remote: bytes, id_: bytes) -> Session:
         session = self._incoming
         if session is None or session.id != id_ or session.partner.peer_id != remote:
             raise Refusal("no-session")
-        if session.stage is _Stage.APPLYING:
+        if session.stage is Stage.APPLYING:
             raise Refusal("no-session", "it is being applied")
         return session
 
-    def _end_incoming(self, session: _Session, reason: str) -> Refusal:
+    def _end_incoming(self, session: Session, reason: str) -> Refusal:
         """Ends a session without a mix, if it is still there; returns what to tell the initiator."""
         if self._incoming is session:
             if reason == "stale":
@@ -462,7 +370,7 @@ class Exchanger:
             self._record(Report(session.partner.peer_id, False, reason))
         return Refusal(reason)
 
-    def _leave(self, session: _Session) -> None:
+    def _leave(self, session: Session) -> None:
         session.scope.cancel()
         self._incoming = None
         self._busy = False
@@ -487,7 +395,7 @@ class Exchanger:
         encoded = await self._offload(encode_payload, self._layout, own, bases)
         return encoded, await self._offload(self._blobs.put, encoded.data)
 
-    async def _receive(self, session: _Session, payload: Payload) -> None:
+    async def _receive(self, session: Session, payload: Payload) -> None:
         """Fetches, verifies and judges the partner's snapshot; afterwards the session is ready to mix."""
         cap = max_payload_bytes(self._layout)
         if not 0 < payload.size_bytes <= cap:
@@ -515,7 +423,7 @@ class Exchanger:
         session.clipped = verdict.clipped
         session.patch = bool(payload.base)
 
-    async def _mix(self, session: _Session) -> None:
+    async def _mix(self, session: Session) -> None:
         if session.partner_snapshot is None or session.order is None:
             raise ExchangeFailed("not-committed")
         await self._trainer.mix(session.closed, session.partner_snapshot.bits, session.order)
@@ -524,7 +432,7 @@ class Exchanger:
         self._library.add(session.partner_snapshot)
         self._backoff_until.pop(session.partner.peer_id, None)
 
-    def _credible_step(self, session: _Session) -> int:
+    def _credible_step(self, session: Session) -> int:
         """Returns the partner's step, but at most a round beyond the swarm's median: a step is only a claim.
 
         A peer that is further than that already stays where it is.
@@ -569,21 +477,6 @@ class Exchanger:
         if not keep_on_success:
             self._busy = False
 
-    def _success(self, session: _Session, *, initiated: bool) -> Report:
-        assert session.order is not None
-        return Report(
-            partner=session.partner.peer_id,
-            initiated=initiated,
-            outcome="mixed",
-            staleness=session.staleness,
-            weight=session.order.weight,
-            clipped=session.clipped,
-            payload_bytes_sent=len(session.encoded.data),
-            payload_bytes_received=session.received_bytes,
-            patch=session.patch,
-            seconds=trio.current_time() - session.started_s,
-        )
-
     def _record(self, report: Report) -> None:
         if report.outcome == "mixed":
             self._last_mix_s = trio.current_time()
@@ -627,12 +520,3 @@ def difference_norms(layout: FlatLayout, own: NDArray[np.uint16], partner: NDArr
                 total += float(np.dot(D, D))
         norms[group] = total**0.5
     return norms
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, Refusal):
-        return error.code
-    reason = getattr(error, "reason", "")
-    return (
-        reason if isinstance(error, ExchangeFailed | PayloadInvalid | ProtocolError) else type(error).__name__.lower()
-    )

@@ -31,8 +31,9 @@ from swarmtrain.control import ToNode
 from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.events import EventLog
-from swarmtrain.exchange import ExchangeConfig, Exchanger, Report
+from swarmtrain.exchange import Exchanger
 from swarmtrain.exchange_notices import ExchangeNotices
+from swarmtrain.exchange_session import ExchangeConfig, Report
 from swarmtrain.final_merge import export_merge, fetch_final_replicas
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
 from swarmtrain.manifest import tokens_per_step

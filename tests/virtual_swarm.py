@@ -26,7 +26,8 @@ from swarm_peer.membership import Membership
 from swarm_peer.memory import Link, MemoryNetwork
 from swarm_peer.records import PeerState, RunPayload
 
-from swarmtrain.exchange import ExchangeConfig, Exchanger, Report
+from swarmtrain.exchange import Exchanger
+from swarmtrain.exchange_session import ExchangeConfig, Report
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, fp32_to_bf16
 from swarmtrain.mixing import Effort, mix, outer_step
 from swarmtrain.node import NodeBlobs

@@ -20,7 +20,7 @@ from swarm_peer.errors import BlobUnavailable, Disconnected, PeerError, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.memory import Link, MemoryNetwork
 
-from swarmtrain.exchange import MAX_BACKOFFS, MAX_COUNTED_OUTCOMES, ExchangeConfig, ExchangeFailed, Exchanger, Report
+from swarmtrain.exchange import MAX_BACKOFFS, MAX_COUNTED_OUTCOMES, Exchanger
 from swarmtrain.exchange_messages import (
     APPLY,
     CANCEL,
@@ -34,6 +34,7 @@ from swarmtrain.exchange_messages import (
     OpenReply,
     OpenRequest,
 )
+from swarmtrain.exchange_session import ExchangeConfig, ExchangeFailed, Report
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, fp32_to_bf16
 from swarmtrain.mixing import Effort
 from swarmtrain.snapshots import Payload, SnapshotLibrary, encode_payload, take_snapshot
