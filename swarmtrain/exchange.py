@@ -63,6 +63,7 @@ from swarmtrain.guard import Guard
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
 from swarmtrain.mixing import mix_weight, relative_weight
 from swarmtrain.partner_choice import choose_partner
+from swarmtrain.partner_standing import PartnerStanding
 from swarmtrain.round_pace import RoundPace
 from swarmtrain.snapshots import (
     EncodedSnapshot,
@@ -80,9 +81,7 @@ from swarmtrain.trainer_link import ClosedRound, MixOrder, TrainerGone, TrainerP
 logger = logging.getLogger("swarmtrain.exchange")
 
 CANCEL_DEADLINE_S = 2.0
-# Strangers choose the refusal codes that we count and, by failing, the peers that we remember.
-MAX_COUNTED_OUTCOMES = 64
-MAX_BACKOFFS = 1024
+MAX_COUNTED_OUTCOMES = 64  # strangers choose the refusal codes that we count
 
 
 class Exchanger:
@@ -117,9 +116,9 @@ class Exchanger:
         self._last_mix_s = self._last_call_s = float("-inf")
         self._last_round = 0
         self._pace = RoundPace()
+        self._standing = PartnerStanding(self._pace, backoff_s=config.backoff_s)
         self._closing_for_partner = False
         self._round_of_partner = 0
-        self._backoff_until: dict[bytes, tuple[float, float]] = {}
         self._nursery: trio.Nursery | None = None
         self.stopped = False
         self.catch_up_wanted = trio.Event()
@@ -197,7 +196,7 @@ class Exchanger:
 
     def _choose_partner(self) -> Contact | None:
         now = trio.current_time()
-        able = [c for c in self._partners.candidates() if not self._is_backed_off(c.peer_id, now)]
+        able = [c for c in self._partners.candidates() if not self._standing.is_backed_off(c.peer_id, now)]
         return choose_partner(able, self._preference, self._rng)
 
     async def _initiate(self, partner: Contact, closed: ClosedRound, own: Snapshot, started_s: float) -> Report:
@@ -262,7 +261,7 @@ class Exchanger:
             raise Refusal("busy")
         if now - max(self._last_mix_s, self._last_call_s) < self._config.ration * self._pace.seconds:
             raise Refusal("too-soon")
-        if self._is_backed_off(remote, now):
+        if self._standing.is_backed_off(remote, now):
             raise Refusal("too-soon", "an exchange with you has failed a short while ago")
         if self._nursery is None:
             raise Refusal("not-ready")
@@ -430,7 +429,7 @@ class Exchanger:
         # From now on both sides hold this pair: the bases of their next meeting.
         self._library.add(session.own)
         self._library.add(session.partner_snapshot)
-        self._backoff_until.pop(session.partner.peer_id, None)
+        self._standing.restore(session.partner.peer_id)
 
     def _credible_step(self, session: Session) -> int:
         """Returns the partner's step, but at most a round beyond the swarm's median: a step is only a claim.
@@ -486,26 +485,13 @@ class Exchanger:
         self.on_report(report)
 
     def _note_failure(self, peer_id: bytes, error: Exception) -> None:
-        """Lowers a partner's standing: it is left alone for a while, longer each time.  Being busy is no fault.
-
-        The first time for about a round: in many rounds two replicas drift so far apart that the next meeting fails
-        for that alone.
-        """
+        """Lowers a partner's standing for its failure.  Being busy is no fault, and being ahead of us is ours."""
         if isinstance(error, Refusal) and error.code in ("busy", "too-soon", "not-ready"):
             return
         if isinstance(error, Refusal) and error.code == "stale":
             self.catch_up_wanted.set()
             return
-        now = trio.current_time()
-        _, before = self._backoff_until.pop(peer_id, (0.0, 0.0))
-        first = self._pace.at_most_a_round(self._config.backoff_s)
-        pause = min(before * 2 or first, 64 * self._config.backoff_s)
-        self._backoff_until[peer_id] = (now + pause, pause)
-        while len(self._backoff_until) > MAX_BACKOFFS:
-            del self._backoff_until[next(iter(self._backoff_until))]
-
-    def _is_backed_off(self, peer_id: bytes, now: float) -> bool:
-        return self._backoff_until.get(peer_id, (0.0, 0.0))[0] > now
+        self._standing.lower(peer_id, trio.current_time())
 
 
 def difference_norms(layout: FlatLayout, own: NDArray[np.uint16], partner: NDArray[np.uint16]) -> dict[str, float]:

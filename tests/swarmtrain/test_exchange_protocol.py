@@ -20,7 +20,7 @@ from swarm_peer.errors import BlobUnavailable, Disconnected, PeerError, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.memory import Link, MemoryNetwork
 
-from swarmtrain.exchange import MAX_BACKOFFS, MAX_COUNTED_OUTCOMES, Exchanger
+from swarmtrain.exchange import MAX_COUNTED_OUTCOMES, Exchanger
 from swarmtrain.exchange_messages import (
     APPLY,
     CANCEL,
@@ -37,6 +37,7 @@ from swarmtrain.exchange_messages import (
 from swarmtrain.exchange_session import ExchangeConfig, ExchangeFailed, Report
 from swarmtrain.layout import FlatLayout, bf16_to_fp32, fp32_to_bf16
 from swarmtrain.mixing import Effort
+from swarmtrain.partner_standing import MAX_BACKOFFS
 from swarmtrain.snapshots import Payload, SnapshotLibrary, encode_payload, take_snapshot
 from swarmtrain.trainer_link import ClosedRound, MixOrder, TrainerGone
 
@@ -924,7 +925,7 @@ def test_a_failed_partner_is_left_alone_for_a_round_and_longer_each_time() -> No
         pauses = []
         for _ in range(12):
             a.exchanger._note_failure(b.contact.peer_id, error)
-            pauses.append(a.exchanger._backoff_until[b.contact.peer_id][0] - trio.current_time())
+            pauses.append(a.exchanger._standing.backed_off_until(b.contact.peer_id) - trio.current_time())
         assert pauses[0] == pytest.approx(0.5, abs=0.1)
         assert pauses[:5] == pytest.approx([pauses[0] * 2**number for number in range(5)])
         assert max(pauses) == 64 * BACKOFF_S
@@ -946,7 +947,7 @@ def test_refusal_codes_and_failing_peers_fill_no_memory() -> None:
         assert a.exchanger.counts["other"] >= 20
         for index in range(2 * MAX_BACKOFFS):
             a.exchanger._note_failure(index.to_bytes(32, "big"), ExchangeFailed("not-finite"))
-        assert len(a.exchanger._backoff_until) == MAX_BACKOFFS
+        assert len(a.exchanger._standing) == MAX_BACKOFFS
 
     virtually(body)
 
