@@ -76,6 +76,7 @@ from swarmtrain.snapshots import (
     max_payload_bytes,
     take_snapshot,
 )
+from swarmtrain.staleness import Staleness
 from swarmtrain.trainer_link import ClosedRound, MixOrder, TrainerGone, TrainerPort
 
 logger = logging.getLogger("swarmtrain.exchange")
@@ -116,6 +117,7 @@ class Exchanger:
         self._last_mix_s = self._last_call_s = float("-inf")
         self._last_round = 0
         self._pace = RoundPace()
+        self._staleness = Staleness(config, partners, self._pace)
         self._standing = PartnerStanding(self._pace, backoff_s=config.backoff_s)
         self._closing_for_partner = False
         self._round_of_partner = 0
@@ -208,7 +210,7 @@ class Exchanger:
         try:
             if reply.offer.run_id != self._config.run_id or reply.payload.snapshot != reply.offer.snapshot:
                 raise ProtocolError("inconsistent-offer")
-            if self._too_stale(closed, reply.offer):
+            if self._staleness.is_too_much(closed, reply.offer):
                 raise ExchangeFailed("partner-stale")
             encoded, blob = await self._encode(own, reply.offer)
             session = Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
@@ -269,7 +271,7 @@ class Exchanger:
             self._last_call_s = now  # it costs us a round's end, whatever becomes of it
             closed = await self._close_round_for_partner()
             try:
-                if self._too_stale(closed, offer):
+                if self._staleness.is_too_much(closed, offer):
                     raise Refusal("stale", f"you are behind by more than {self._config.staleness_cutoff} rounds")
                 own = await self._offload(take_snapshot, self._layout, closed.bits)
                 encoded, blob = await self._encode(own, offer)
@@ -410,13 +412,13 @@ class Exchanger:
         )
         snapshot = await self._offload(decode_payload, self._layout, payload, data, base)
         norms = await self._offload(difference_norms, self._layout, session.own.bits, snapshot.bits)
-        session.staleness = self._staleness(session.closed, session.theirs)
+        session.staleness = self._staleness.of(session.closed, session.theirs)
         verdict = self._guard.judge(session.partner.peer_id, norms, session.closed.drift_norms)
         if not verdict.accepted:
             raise ExchangeFailed(verdict.reason)
         relative = relative_weight(session.closed.effort, session.theirs.effort)
         weight = mix_weight(relative, session.staleness)
-        session.order = MixOrder(weight, verdict.factors, self._credible_step(session))
+        session.order = MixOrder(weight, verdict.factors, self._staleness.credible_step(session.closed, session.theirs))
         session.partner_snapshot = snapshot
         session.received_bytes = len(data)
         session.clipped = verdict.clipped
@@ -431,34 +433,9 @@ class Exchanger:
         self._library.add(session.partner_snapshot)
         self._standing.restore(session.partner.peer_id)
 
-    def _credible_step(self, session: Session) -> int:
-        """Returns the partner's step, but at most a round beyond the swarm's median: a step is only a claim.
-
-        A peer that is further than that already stays where it is.
-        """
-        own, ahead = session.closed.step, self._full_round_steps(session.closed, session.theirs)
-        median = self._partners.swarm_step()
-        return min(session.theirs.step, own + ahead if median is None else max(own, median + ahead))
-
-    def _staleness(self, closed: ClosedRound, theirs: Offer) -> int:
-        """Returns the rounds by which the partner is behind us, or behind the swarm's median where we are ahead of it.
-
-        A peer faster than all others would else find every one of them stale in the end, and train alone.
-        """
-        median = self._partners.swarm_step()
-        here = closed.step if median is None else min(closed.step, median)
-        return self.rounds_behind(here, theirs.step, self._full_round_steps(closed, theirs))
-
     def rounds_behind(self, here: int, there: int, round_steps: int) -> int:
         """Returns the rounds, of `round_steps` or of a least real time, by which one step is behind another."""
-        return self._pace.staleness(here, there, round_steps=round_steps, floor_s=self._config.staleness_floor_s)
-
-    def _full_round_steps(self, closed: ClosedRound, theirs: Offer) -> int:
-        """Returns the length of an own round; the partner's word counts only until there has been one."""
-        return max(closed.round_steps, self._pace.steps or theirs.round_steps)
-
-    def _too_stale(self, closed: ClosedRound, theirs: Offer) -> bool:
-        return self._staleness(closed, theirs) > self._config.staleness_cutoff
+        return self._staleness.rounds_behind(here, there, round_steps)
 
     def _check_run(self, offer: Offer) -> None:
         if offer.run_id != self._config.run_id:
@@ -485,7 +462,7 @@ class Exchanger:
         self.on_report(report)
 
     def _note_failure(self, peer_id: bytes, error: Exception) -> None:
-        """Lowers a partner's standing for its failure.  Being busy is no fault, and being ahead of us is ours."""
+        """Lowers a partner's standing.  Being busy is no fault, and that we are behind is none of the partner's."""
         if isinstance(error, Refusal) and error.code in ("busy", "too-soon", "not-ready"):
             return
         if isinstance(error, Refusal) and error.code == "stale":
