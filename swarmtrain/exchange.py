@@ -17,6 +17,8 @@ of snapshots, so D is matched.  Nothing is applied before it is verified and jud
 that breaks anywhere changes no state, but for one case: when the last reply is lost, one side has mixed and the other
 has not.  That moves the swarm's mean once by w D / N in no preferred direction, which is tolerated; agreement by a
 second phase would make peers wait for each other.
+
+What a session holds is in `exchange_session`, the fetching and judging in `snapshot_swap`.
 """
 
 from __future__ import annotations
@@ -28,9 +30,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import trio
-from numpy.typing import NDArray
 from swarm_peer.addresses import Contact
 from swarm_peer.blobs import Offload
 from swarm_peer.errors import PeerError, ProtocolError, Refusal
@@ -45,7 +45,6 @@ from swarmtrain.exchange_messages import (
     CancelRequest,
     CommitRequest,
     Done,
-    Offer,
     OpenReply,
     OpenRequest,
 )
@@ -59,25 +58,13 @@ from swarmtrain.exchange_session import (
     Stage,
     reason_of,
 )
-from swarmtrain.guard import Guard
-from swarmtrain.layout import FlatLayout, bf16_to_fp32, chunks
-from swarmtrain.mixing import mix_weight, relative_weight
 from swarmtrain.partner_choice import choose_partner
 from swarmtrain.partner_standing import PartnerStanding
 from swarmtrain.round_pace import RoundPace
-from swarmtrain.snapshots import (
-    EncodedSnapshot,
-    Payload,
-    PayloadInvalid,
-    Snapshot,
-    SnapshotLibrary,
-    decode_payload,
-    encode_payload,
-    max_payload_bytes,
-    take_snapshot,
-)
+from swarmtrain.snapshot_swap import SnapshotSwap
+from swarmtrain.snapshots import Payload, PayloadInvalid, Snapshot, SnapshotLibrary
 from swarmtrain.staleness import Staleness
-from swarmtrain.trainer_link import ClosedRound, MixOrder, TrainerGone, TrainerPort
+from swarmtrain.trainer_link import ClosedRound, TrainerGone, TrainerPort
 
 logger = logging.getLogger("swarmtrain.exchange")
 
@@ -105,19 +92,15 @@ class Exchanger:
         self._config = config
         self._trainer = trainer
         self._partners = partners
-        self._blobs = blobs
-        self._library = library
-        self._layout: FlatLayout = library.layout
         self._rng = rng
-        self._offload = offload
         self._preference = preference
-        self._guard = Guard(config.outer_gain)
         self._busy = False
         self._incoming: Session | None = None
         self._last_mix_s = self._last_call_s = float("-inf")
         self._last_round = 0
         self._pace = RoundPace()
-        self._staleness = Staleness(config, partners, self._pace)
+        self.staleness = Staleness(config, partners, self._pace)
+        self._snapshots = SnapshotSwap(config, blobs=blobs, library=library, staleness=self.staleness, offload=offload)
         self._standing = PartnerStanding(self._pace, backoff_s=config.backoff_s)
         self._closing_for_partner = False
         self._round_of_partner = 0
@@ -180,7 +163,7 @@ class Exchanger:
                 started_s = trio.current_time()
                 try:
                     if own is None:
-                        own = await self._offload(take_snapshot, self._layout, closed.bits)
+                        own = await self._snapshots.take(closed)
                     report = await self._initiate(partner, closed, own, started_s)
                 except (PeerError, ExchangeFailed, PayloadInvalid) as error:
                     report = Report(partner.peer_id, True, reason_of(error), seconds=trio.current_time() - started_s)
@@ -203,16 +186,15 @@ class Exchanger:
 
     async def _initiate(self, partner: Contact, closed: ClosedRound, own: Snapshot, started_s: float) -> Report:
         id_ = self._rng.randbytes(16)
-        reply = await self._caller.call(
-            partner, OPEN, OpenRequest(id_, self._offer(closed, own)), deadline_s=self._config.boundary_deadline_s
-        )
+        request = OpenRequest(id_, self._snapshots.offer(closed, own))
+        reply = await self._caller.call(partner, OPEN, request, deadline_s=self._config.boundary_deadline_s)
         blob = b""
         try:
             if reply.offer.run_id != self._config.run_id or reply.payload.snapshot != reply.offer.snapshot:
                 raise ProtocolError("inconsistent-offer")
-            if self._staleness.is_too_much(closed, reply.offer):
+            if self.staleness.is_too_much(closed, reply.offer):
                 raise ExchangeFailed("partner-stale")
-            encoded, blob = await self._encode(own, reply.offer)
+            encoded, blob = await self._snapshots.encode(own, reply.offer)
             session = Session(id_, partner, reply.offer, started_s, closed, own, encoded, blob)
             await self._swap(session, reply.payload)
             await self._caller.call(partner, APPLY, ApplyRequest(id_), deadline_s=self._config.boundary_deadline_s)
@@ -223,7 +205,7 @@ class Exchanger:
             raise
         finally:
             if blob:
-                self._blobs.discard(blob)
+                self._snapshots.discard(blob)
         return session.report_mixed(initiated=True, now_s=trio.current_time())
 
     async def _say_cancel(self, partner: Contact, request: CancelRequest) -> None:
@@ -233,7 +215,6 @@ class Exchanger:
 
     async def _swap(self, session: Session, theirs: Payload) -> None:
         """Lets the partner fetch while we fetch; raises what went wrong first on either side."""
-        own = Payload(session.own.hash, session.encoded.base, session.blob, len(session.encoded.data))
         failures: list[Exception] = []
 
         async def attempt(half: Awaitable[object]) -> None:
@@ -243,11 +224,11 @@ class Exchanger:
                 failures.append(error)
                 nursery.cancel_scope.cancel()
 
-        commit = CommitRequest(session.id, own)
+        commit = CommitRequest(session.id, session.own_payload)
         deadline_s = self._config.transfer_deadline_s
         async with trio.open_nursery() as nursery:
             nursery.start_soon(attempt, self._caller.call(session.partner, COMMIT, commit, deadline_s=deadline_s))
-            nursery.start_soon(attempt, self._receive(session, theirs))
+            nursery.start_soon(attempt, self._snapshots.receive(session, theirs))
         if failures:
             raise failures[0]
 
@@ -255,8 +236,9 @@ class Exchanger:
 
     async def _on_open(self, remote: bytes, request: OpenRequest) -> OpenReply:
         offer = request.offer
-        self._check_run(offer)
         now = trio.current_time()
+        if offer.run_id != self._config.run_id:
+            raise Refusal("other-run", f"this peer trains run {self._config.run_id.hex()[:8]}")
         if self.stopped:
             raise Refusal("not-training")
         if self._busy:
@@ -271,10 +253,10 @@ class Exchanger:
             self._last_call_s = now  # it costs us a round's end, whatever becomes of it
             closed = await self._close_round_for_partner()
             try:
-                if self._staleness.is_too_much(closed, offer):
+                if self.staleness.is_too_much(closed, offer):
                     raise Refusal("stale", f"you are behind by more than {self._config.staleness_cutoff} rounds")
-                own = await self._offload(take_snapshot, self._layout, closed.bits)
-                encoded, blob = await self._encode(own, offer)
+                own = await self._snapshots.take(closed)
+                encoded, blob = await self._snapshots.encode(own, offer)
                 nursery = self._nursery_or_discard(blob)
             except BaseException:
                 self._trainer.abandon(closed)
@@ -284,12 +266,11 @@ class Exchanger:
             session = Session(request.session, partner, offer, now, closed, own, encoded, blob)
             self._incoming = session
             nursery.start_soon(self._expire, session)
-        payload = Payload(own.hash, encoded.base, blob, len(encoded.data))
-        return OpenReply(self._offer(closed, own), payload)
+        return OpenReply(self._snapshots.offer(closed, own), session.own_payload)
 
     def _nursery_or_discard(self, blob: bytes) -> trio.Nursery:
         if self._nursery is None:  # training has ended meanwhile
-            self._blobs.discard(blob)
+            self._snapshots.discard(blob)
             raise Refusal("not-training")
         return self._nursery
 
@@ -312,7 +293,7 @@ class Exchanger:
             raise self._end_incoming(session, "inconsistent-commit")
         session.stage = Stage.COMMITTING
         try:
-            await self._receive(session, request.payload)
+            await self._snapshots.receive(session, request.payload)
         except (PeerError, ExchangeFailed, PayloadInvalid) as error:
             raise self._end_incoming(session, reason_of(error)) from error
         except BaseException:  # among them the cancellation of this handler: the initiator has given up or is gone
@@ -376,70 +357,16 @@ class Exchanger:
         self._incoming = None
         self._busy = False
         self._trainer.release(session.closed)
-        self._blobs.discard(session.blob)
+        self._snapshots.discard(session.blob)
 
     # ------------------------------------------------------------------------------------------ both sides alike
-
-    def _offer(self, closed: ClosedRound, own: Snapshot) -> Offer:
-        return Offer(
-            run_id=self._config.run_id,
-            snapshot=own.hash,
-            step=closed.step,
-            round_steps=closed.round_steps,
-            tokens=closed.effort.tokens,
-            steps=closed.effort.steps,
-            haves=self._library.names(),
-        )
-
-    async def _encode(self, own: Snapshot, theirs: Offer) -> tuple[EncodedSnapshot, bytes]:
-        bases = self._library.common(theirs.haves)
-        encoded = await self._offload(encode_payload, self._layout, own, bases)
-        return encoded, await self._offload(self._blobs.put, encoded.data)
-
-    async def _receive(self, session: Session, payload: Payload) -> None:
-        """Fetches, verifies and judges the partner's snapshot; afterwards the session is ready to mix."""
-        cap = max_payload_bytes(self._layout)
-        if not 0 < payload.size_bytes <= cap:
-            raise ProtocolError("oversized-payload")
-        base = self._library.get(payload.base) if payload.base else None
-        if payload.base and base is None:
-            raise PayloadInvalid("unknown-base")
-        data = await self._blobs.fetch(
-            payload.blob,
-            session.partner,
-            max_size_bytes=payload.size_bytes,
-            deadline_s=self._config.transfer_deadline_s,
-        )
-        snapshot = await self._offload(decode_payload, self._layout, payload, data, base)
-        norms = await self._offload(difference_norms, self._layout, session.own.bits, snapshot.bits)
-        session.staleness = self._staleness.of(session.closed, session.theirs)
-        verdict = self._guard.judge(session.partner.peer_id, norms, session.closed.drift_norms)
-        if not verdict.accepted:
-            raise ExchangeFailed(verdict.reason)
-        relative = relative_weight(session.closed.effort, session.theirs.effort)
-        weight = mix_weight(relative, session.staleness)
-        session.order = MixOrder(weight, verdict.factors, self._staleness.credible_step(session.closed, session.theirs))
-        session.partner_snapshot = snapshot
-        session.received_bytes = len(data)
-        session.clipped = verdict.clipped
-        session.patch = bool(payload.base)
 
     async def _mix(self, session: Session) -> None:
         if session.partner_snapshot is None or session.order is None:
             raise ExchangeFailed("not-committed")
         await self._trainer.mix(session.closed, session.partner_snapshot.bits, session.order)
-        # From now on both sides hold this pair: the bases of their next meeting.
-        self._library.add(session.own)
-        self._library.add(session.partner_snapshot)
+        self._snapshots.keep(session.own, session.partner_snapshot)
         self._standing.restore(session.partner.peer_id)
-
-    def rounds_behind(self, here: int, there: int, round_steps: int) -> int:
-        """Returns the rounds, of `round_steps` or of a least real time, by which one step is behind another."""
-        return self._staleness.rounds_behind(here, there, round_steps)
-
-    def _check_run(self, offer: Offer) -> None:
-        if offer.run_id != self._config.run_id:
-            raise Refusal("other-run", f"this peer trains run {self._config.run_id.hex()[:8]}")
 
     @contextmanager
     def _occupied(self, *, keep_on_success: bool = False) -> Iterator[None]:
@@ -469,17 +396,3 @@ class Exchanger:
             self.catch_up_wanted.set()
             return
         self._standing.lower(peer_id, trio.current_time())
-
-
-def difference_norms(layout: FlatLayout, own: NDArray[np.uint16], partner: NDArray[np.uint16]) -> dict[str, float]:
-    """Returns the L2 norm of D = S_j - S_i per module group."""
-    norms = {}
-    for group, parts in layout.groups().items():
-        total = 0.0
-        for part in parts:
-            for piece in chunks(part.stop - part.start):
-                at = slice(part.start + piece.start, part.start + piece.stop)
-                D = bf16_to_fp32(partner[at]) - bf16_to_fp32(own[at])
-                total += float(np.dot(D, D))
-        norms[group] = total**0.5
-    return norms

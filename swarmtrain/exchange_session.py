@@ -11,7 +11,7 @@ from swarm_peer.addresses import Contact
 from swarm_peer.errors import ProtocolError, Refusal
 
 from swarmtrain.exchange_messages import Offer
-from swarmtrain.snapshots import EncodedSnapshot, PayloadInvalid, Snapshot
+from swarmtrain.snapshots import EncodedSnapshot, Payload, PayloadInvalid, Snapshot
 from swarmtrain.trainer_link import ClosedRound, MixOrder
 
 
@@ -106,6 +106,11 @@ class Session:
     patch: bool = False
     stage: Stage = Stage.OPEN
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+    @property
+    def own_payload(self) -> Payload:
+        """What the partner is told of our snapshot, to fetch and verify it."""
+        return Payload(self.own.hash, self.encoded.base, self.blob, len(self.encoded.data))
 
     def report_mixed(self, *, initiated: bool, now_s: float) -> Report:
         """Returns the report of a session that has ended with a mix."""

@@ -296,7 +296,7 @@ class TrainingPeer:
         while True:
             await self._exchanger.catch_up_wanted.wait()
             self._exchanger.catch_up_wanted = trio.Event()
-            lag = self._exchanger.rounds_behind(self.swarm_step() or 0, self.status.step, self._round_steps)
+            lag = self._exchanger.staleness.rounds_behind(self.swarm_step() or 0, self.status.step, self._round_steps)
             if lag <= self._manifest.mixer.staleness_cutoff:
                 continue  # one peer's claim only: the swarm as a whole is not ahead
             donors = [m.contact for m in self._training_members()]
