@@ -121,7 +121,7 @@ async def _join(
             if rendezvous is not None:
                 peer.bridge_state = lambda: rendezvous.state
             peer.on_transfer = lambda done, total: progress.show_transfer("weights", done, total)
-            peer.on_status = lambda status: progress.show_training(status, len(peer.candidates()))
+            peer.on_status = lambda status: progress.show_training(status, len(peer.members.candidates()))
             saved = SavedPeers(
                 options.state,
                 run_id=run.signed.run_id,
@@ -130,7 +130,7 @@ async def _join(
                 own_id=identity.peer_id,
             )
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(saved.keep, peer.live_contacts)
+                nursery.start_soon(saved.keep, peer.members.contacts)
                 nursery.start_soon(node.relaying.keep_settled)
                 ended = await _run_until_signal(peer, progress)
                 nursery.cancel_scope.cancel()

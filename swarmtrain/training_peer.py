@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +19,6 @@ import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.gated import Gate
 from swarm_peer.identity import PeerId, short
-from swarm_peer.members import Member
 from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
 from swarm_peer.relay_entry import direct_addresses
@@ -36,6 +34,7 @@ from swarmtrain.exchange_notices import ExchangeNotices
 from swarmtrain.exchange_session import ExchangeConfig, Report
 from swarmtrain.final_merge import export_merge, fetch_final_replicas
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
+from swarmtrain.live_members import LiveMembers
 from swarmtrain.manifest import tokens_per_step
 from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
 from swarmtrain.model_config import parameter_specs
@@ -43,7 +42,7 @@ from swarmtrain.node import Node
 from swarmtrain.run_lookup import LocatedRun, announce
 from swarmtrain.slabs import Slabs
 from swarmtrain.snapshots import Snapshot, SnapshotLibrary, take_snapshot
-from swarmtrain.status import FinalReplica, Status, decode_status, estimate_step
+from swarmtrain.status import FinalReplica, Status
 from swarmtrain.trainer_link import TrainerLink
 from swarmtrain.workspace import Workspace, duplicate_line
 
@@ -111,6 +110,8 @@ class TrainingPeer:
             params=MembershipParams(rpc_deadline_s=node.answer_deadline_s),
             vouch=None if gate.is_open else gate.vouch,
         )
+        self._tokens_per_step = tokens_per_step(self._manifest)
+        self.members = LiveMembers(self._membership, tokens_per_step=self._tokens_per_step)
         gate.on_out = self._membership.forget
         gate.on_expelled = self._on_expelled
         self.is_expelled = False
@@ -143,7 +144,7 @@ class TrainingPeer:
                 transfer_deadline_s=self._transfer_deadline_s(),
             ),
             trainer=self._link,
-            partners=self,
+            partners=self.members,
             blobs=node.blobs,
             library=self._library,
             rng=random.Random(self._rng.random()),
@@ -154,7 +155,6 @@ class TrainingPeer:
         self._notices = ExchangeNotices()
         self._state = PeerState.WATCHING
         self._round_steps = self._manifest.round.inner_steps or 1
-        self._tokens_per_step = tokens_per_step(self._manifest)
         self._finished: control.Finished | None = None
         self._final: Snapshot | None = None
         self._settled = trio.Event()  # finished, stopped or dead
@@ -175,7 +175,7 @@ class TrainingPeer:
                 self._publish()
                 await nursery.start(self._membership.run)
                 nursery.start_soon(self._announce)
-                nursery.start_soon(self._gate.run, self.live_contacts)
+                nursery.start_soon(self._gate.run, self.members.contacts)
                 start = await self._prepare_start()
                 nursery.start_soon(self._publish_regularly)
                 nursery.start_soon(self._train, start)
@@ -252,9 +252,8 @@ class TrainingPeer:
 
     async def _first_look(self) -> list[Contact]:
         """Waits a moment for members to appear; returns those that train, in random order."""
-        await self._wait_until(lambda: bool(self._training_members()), FIRST_LOOK_S)
-        finished = [m for m in self._membership.live() if m.state is PeerState.FINISHED]
-        training = self._training_members()
+        await self._wait_until(lambda: bool(self.members.training()), FIRST_LOOK_S)
+        finished, training = self.members.finished(), self.members.training()
         if finished and not training and not self._job.resume:
             name = self._manifest.name
             raise UserError(
@@ -296,10 +295,12 @@ class TrainingPeer:
         while True:
             await self._exchanger.catch_up_wanted.wait()
             self._exchanger.catch_up_wanted = trio.Event()
-            lag = self._exchanger.staleness.rounds_behind(self.swarm_step() or 0, self.status.step, self._round_steps)
+            lag = self._exchanger.staleness.rounds_behind(
+                self.members.swarm_step() or 0, self.status.step, self._round_steps
+            )
             if lag <= self._manifest.mixer.staleness_cutoff:
                 continue  # one peer's claim only: the swarm as a whole is not ahead
-            donors = [m.contact for m in self._training_members()]
+            donors = self.members.candidates()
             self._rng.shuffle(donors)
             try:
                 donation = await self._joiner.fetch(donors, deadline_s=self._transfer_deadline_s())
@@ -310,42 +311,6 @@ class TrainingPeer:
             await self._link.adopt(donation.snapshot.bits, donation.step)
             self.on_notice(f"caught up with the swarm at step {donation.step}")
             self._events.write("caught-up", step=donation.step)
-
-    # --------------------------------------------------------------------------------------------------------- partners
-
-    def candidates(self) -> list[Contact]:
-        """`Partners`: live training peers."""
-        return [member.contact for member in self._training_members()]
-
-    def contact(self, peer_id: bytes) -> Contact:
-        """`Partners`: how to reach a peer that has contacted us; its connection is open in any case."""
-        for member in self._membership.members():
-            if member.contact.peer_id == peer_id:
-                return member.contact
-        return Contact(peer_id, ())
-
-    def swarm_step(self) -> int | None:
-        """`Partners`: the median step of the other live training peers, as it should be by now."""
-        steps = [self._estimated_step(member) for member in self._training_members()]
-        return int(statistics.median(steps)) if steps else None
-
-    def _estimated_step(self, member: Member) -> int:
-        return estimate_step(decode_status(member.status), member.age_s, self._tokens_per_step)
-
-    def members(self) -> list[Member]:
-        """Everyone known, for displays."""
-        return self._membership.members()
-
-    def live_contacts(self) -> list[Contact]:
-        """How to reach those that are there as far as is known."""
-        return [member.contact for member in self._membership.live()]
-
-    def silent_s(self) -> float | None:
-        """Seconds since anybody else's newest sign of life was made; None while nobody was ever heard."""
-        return min((m.age_s for m in self._membership.members() if m.state is not PeerState.LEFT), default=None)
-
-    def _training_members(self) -> list[Member]:
-        return [member for member in self._membership.live() if member.state is PeerState.TRAINING]
 
     # ------------------------------------------------------------------------------------------------ status and events
 
@@ -378,7 +343,7 @@ class TrainingPeer:
                 if not message.requested:  # one that a partner cut short is no measure
                     self._round_steps = max(1, message.round_steps)
                 self._events.write("round", step=message.step, round=message.round, steps=message.round_steps)
-                self._notice(self._notices.round_closed(len(self._training_members())))
+                self._notice(self._notices.round_closed(len(self.members.training())))
             case control.Saved():
                 self._events.write("saved", step=message.step, path=message.path)
             case control.Finished():
@@ -444,9 +409,11 @@ class TrainingPeer:
         while True:
             await trio.sleep(STATUS_INTERVAL_S)
             self._publish()
-            if line := self._connection.look(self.silent_s()):
+            if line := self._connection.look(self.members.silent_s()):
                 self.on_notice(line)
-                self._events.write("offline" if self._connection.is_offline else "online", silent_s=self.silent_s())
+                self._events.write(
+                    "offline" if self._connection.is_offline else "online", silent_s=self.members.silent_s()
+                )
 
     async def _newest_donation(self) -> Donation | None:
         if self._finished is not None:
@@ -478,7 +445,7 @@ class TrainingPeer:
         self._state = PeerState.FINISHED
         self._update(final=final)
         self._publish()
-        await self._wait_until(self._nobody_trains, self._job.linger_s)
+        await self._wait_until(self.members.none_trains, self._job.linger_s)
         replicas = [WeightedReplica(self._final.bits, finished.tokens_total)]
         replicas += await fetch_final_replicas(
             self._membership.live(),
@@ -493,7 +460,7 @@ class TrainingPeer:
         self._events.write("merged", replicas=merge.replicas, spread=merge.spread, validation_loss=loss)
         self._update(merged=True)
         self._publish()
-        await self._wait_until(self._all_have_merged, self._job.linger_s)
+        await self._wait_until(self.members.all_have_merged, self._job.linger_s)
         return Result(
             finished=True,
             step=finished.step,
@@ -507,11 +474,3 @@ class TrainingPeer:
         with trio.move_on_after(deadline_s):
             while not self._stop_wanted and not holds():  # noqa: ASYNC110  # expiry is time, not an event
                 await trio.sleep(POLL_INTERVAL_S)
-
-    def _nobody_trains(self) -> bool:
-        return not self._training_members()
-
-    def _all_have_merged(self) -> bool:
-        """False while someone may still need our final replica."""
-        finished = [member for member in self._membership.live() if member.state is PeerState.FINISHED]
-        return all(decode_status(member.status).merged for member in finished)
