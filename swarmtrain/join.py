@@ -117,11 +117,11 @@ async def _join(
                 genesis=genesis,
             )
             peer = TrainingPeer(node, gate, run, job, events)
-            peer.on_notice = progress.say
+            peer.account.on_notice = progress.say
             if rendezvous is not None:
                 peer.bridge_state = lambda: rendezvous.state
             peer.on_transfer = lambda done, total: progress.show_transfer("weights", done, total)
-            peer.on_status = lambda status: progress.show_training(status, len(peer.members.candidates()))
+            peer.account.on_status = lambda status: progress.show_training(status, len(peer.members.candidates()))
             saved = SavedPeers(
                 options.state,
                 run_id=run.signed.run_id,

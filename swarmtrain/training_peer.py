@@ -11,26 +11,24 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 import trio
 from swarm_peer.addresses import Contact
 from swarm_peer.gated import Gate
-from swarm_peer.identity import PeerId, short
+from swarm_peer.identity import PeerId
 from swarm_peer.membership import Membership, MembershipParams
 from swarm_peer.records import PeerState
 from swarm_peer.relay_entry import direct_addresses
 
 from swarmtrain import control
-from swarmtrain.connection_watch import ConnectionWatch
 from swarmtrain.control import ToNode
 from swarmtrain.donor import Donation, Donor, Joiner, NoDonor
 from swarmtrain.errors import ExitCode, UserError
 from swarmtrain.events import EventLog
 from swarmtrain.exchange import Exchanger
-from swarmtrain.exchange_notices import ExchangeNotices
 from swarmtrain.exchange_session import ExchangeConfig, Report
 from swarmtrain.final_merge import export_merge, fetch_final_replicas
 from swarmtrain.layout import FlatLayout, fp32_to_bf16
@@ -39,12 +37,13 @@ from swarmtrain.manifest import tokens_per_step
 from swarmtrain.merge import Merge, WeightedReplica, merge_replicas
 from swarmtrain.model_config import parameter_specs
 from swarmtrain.node import Node
+from swarmtrain.own_account import OwnAccount
 from swarmtrain.run_lookup import LocatedRun, announce
 from swarmtrain.slabs import Slabs
-from swarmtrain.snapshots import Snapshot, SnapshotLibrary, take_snapshot
-from swarmtrain.status import FinalReplica, Status
+from swarmtrain.snapshots import SnapshotLibrary, take_snapshot
+from swarmtrain.status import FinalReplica
 from swarmtrain.trainer_link import TrainerLink
-from swarmtrain.workspace import Workspace, duplicate_line
+from swarmtrain.workspace import Workspace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -112,11 +111,12 @@ class TrainingPeer:
         )
         self._tokens_per_step = tokens_per_step(self._manifest)
         self.members = LiveMembers(self._membership, tokens_per_step=self._tokens_per_step)
+        self.account = OwnAccount(events, self.members, total_steps=self._manifest.optimizer.total_steps)
         gate.on_out = self._membership.forget
         gate.on_expelled = self._on_expelled
         self.is_expelled = False
         node.relaying.on_addresses(self._membership.move)
-        self._membership.on_duplicate = self._on_duplicate
+        self._membership.on_duplicate = lambda: self.account.duplicate_seen(node.identity)
         self._slabs = Slabs.create(self._layout.size)
         self._link = TrainerLink(self._slabs, self._on_trainer_message)
         self._donor = Donor(
@@ -152,18 +152,12 @@ class TrainingPeer:
             preference=node.relaying.preference,
         )
         self._exchanger.on_report = self._on_report
-        self._notices = ExchangeNotices()
         self._state = PeerState.WATCHING
         self._round_steps = self._manifest.round.inner_steps or 1
         self._finished: control.Finished | None = None
-        self._final: Snapshot | None = None
         self._settled = trio.Event()  # finished, stopped or dead
         self._stop_wanted = False
-        self._connection = ConnectionWatch()
-        self.status = Status(total_steps=self._manifest.optimizer.total_steps)
-        self.on_status: Callable[[Status], None] = lambda status: None
         self.bridge_state: Callable[[], BridgeState] | None = None
-        self.on_notice: Callable[[str], None] = lambda line: None
         self.on_transfer: Callable[[int, int], None] = lambda done, total: None
 
     # ----------------------------------------------------------------------------------------------- the life of a peer
@@ -241,10 +235,10 @@ class TrainingPeer:
             else:
                 self._library.add(donation.snapshot)
                 self._link.fill_partner_slot(donation.snapshot.bits)
-                self.on_notice(f"weights received at step {donation.step} of {self.status.total_steps}")
+                self.account.on_notice(f"weights received at step {donation.step} of {self.account.status.total_steps}")
                 return self._start("slot", donation.step)
         await trio.to_thread.run_sync(self._job.genesis.tofile, self._job.workspace.genesis)
-        self.on_notice("starting from the run's genesis")
+        self.account.on_notice("starting from the run's genesis")
         return self._start("file", 0)
 
     def _adopt_genesis_as_base(self) -> None:
@@ -296,7 +290,7 @@ class TrainingPeer:
             await self._exchanger.catch_up_wanted.wait()
             self._exchanger.catch_up_wanted = trio.Event()
             lag = self._exchanger.staleness.rounds_behind(
-                self.members.swarm_step() or 0, self.status.step, self._round_steps
+                self.members.swarm_step() or 0, self.account.status.step, self._round_steps
             )
             if lag <= self._manifest.mixer.staleness_cutoff:
                 continue  # one peer's claim only: the swarm as a whole is not ahead
@@ -309,7 +303,7 @@ class TrainingPeer:
                 continue
             self._library.add(donation.snapshot)
             await self._link.adopt(donation.snapshot.bits, donation.step)
-            self.on_notice(f"caught up with the swarm at step {donation.step}")
+            self.account.on_notice(f"caught up with the swarm at step {donation.step}")
             self._events.write("caught-up", step=donation.step)
 
     # ------------------------------------------------------------------------------------------------ status and events
@@ -318,102 +312,31 @@ class TrainingPeer:
         match message:
             case control.Ready():
                 self._state = PeerState.TRAINING
-                self._update(step=message.step, validation_loss=message.validation_loss)
-                self._events.write(
-                    "ready",
-                    step=message.step,
-                    validation_loss=message.validation_loss,
-                    device=message.device,
-                    resumed_from=message.resumed_from,
-                )
-            case control.Progress():
-                busy_s = message.train_s + message.exchange_s
-                self._update(
-                    step=message.step,
-                    loss=message.loss,
-                    tokens_total=message.tokens_total,
-                    tokens_per_s=message.tokens_per_s,
-                    exchange_share=message.exchange_s / busy_s if busy_s > 0 else 0.0,
-                )
-                self._events.write("progress", **msgspec.structs.asdict(message))
-            case control.Evaluated() if self._finished is None:
-                self._update(validation_loss=message.validation_loss)
-                self._events.write("evaluated", step=message.step, validation_loss=message.validation_loss)
-            case control.RoundClosed():
-                if not message.requested:  # one that a partner cut short is no measure
-                    self._round_steps = max(1, message.round_steps)
-                self._events.write("round", step=message.step, round=message.round, steps=message.round_steps)
-                self._notice(self._notices.round_closed(len(self.members.training())))
-            case control.Saved():
-                self._events.write("saved", step=message.step, path=message.path)
+            case control.RoundClosed() if not message.requested:  # one that a partner cut short is no measure
+                self._round_steps = max(1, message.round_steps)
             case control.Finished():
                 self._finished = message
-                self._update(step=message.step, validation_loss=message.validation_loss)
-                self._events.write("finished", step=message.step, validation_loss=message.validation_loss)
-                self._settled.set()
-            case control.Stopped():
-                self._update(step=message.step)
             case _:
                 pass
-
-    def _notice(self, line: str | None) -> None:
-        if line:
-            self.on_notice(line)
-
-    def _on_duplicate(self) -> None:
-        self.on_notice(duplicate_line(self._node.identity))
-        self._events.write("duplicate-identity", peer_id=self._node.identity.peer_id.hex())
+        self.account.trainer_said(message)
+        if isinstance(message, control.Finished):
+            self._settled.set()
 
     def _on_report(self, report: Report) -> None:
-        self._notice(self._notices.exchange_ended(report.partner, report.outcome))
         is_relayed = self._node.endpoint.is_relayed(PeerId(report.partner)) or False
-        if report.outcome == "mixed":
-            self._update(
-                exchanges=self.status.exchanges + 1,
-                last_partner=report.partner[:4],
-                last_relayed=is_relayed,
-                staleness=report.staleness,
-            )
-        elif report.outcome not in ("busy", "too-soon", "not-ready"):
-            self._update(rejected=self.status.rejected + 1)
-        self._events.write(
-            "exchange",
-            partner=short(report.partner),
-            initiated=report.initiated,
-            relayed=is_relayed,
-            outcome=report.outcome,
-            staleness=report.staleness,
-            weight=report.weight,
-            clipped=report.clipped,
-            patch=report.patch,
-            payload_bytes_sent=report.payload_bytes_sent,
-            payload_bytes_received=report.payload_bytes_received,
-            seconds=round(report.seconds, 3),
-        )
-
-    def _update(self, **values: object) -> None:
-        self.status = msgspec.structs.replace(self.status, **values)
-        self.on_status(self.status)
+        self.account.exchange_ended(report, is_relayed=is_relayed)
 
     def _publish(self) -> None:
         stats = self._node.endpoint.stats
-        bridge = self.bridge_state() if self.bridge_state is not None else ""
-        if bridge != self.status.hivemind:
-            self._events.write("hivemind", state=bridge)
-        self.status = msgspec.structs.replace(
-            self.status, bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received, hivemind=bridge
-        )
-        self._membership.publish(self._state, self.status.encode())
+        bridge: BridgeState | Literal[""] = self.bridge_state() if self.bridge_state is not None else ""
+        self.account.count_traffic(bytes_sent=stats.bytes_sent, bytes_received=stats.bytes_received, hivemind=bridge)
+        self._membership.publish(self._state, self.account.status.encode())
 
     async def _publish_regularly(self) -> None:
         while True:
             await trio.sleep(STATUS_INTERVAL_S)
             self._publish()
-            if line := self._connection.look(self.members.silent_s()):
-                self.on_notice(line)
-                self._events.write(
-                    "offline" if self._connection.is_offline else "online", silent_s=self.members.silent_s()
-                )
+            self.account.look_at_connection(self.members.silent_s())
 
     async def _newest_donation(self) -> Donation | None:
         if self._finished is not None:
@@ -423,7 +346,7 @@ class TrainingPeer:
             return None
         try:
             snapshot = await trio.to_thread.run_sync(take_snapshot, self._layout, closed.bits)
-            return Donation(snapshot, closed.step, self.status.tokens_total)
+            return Donation(snapshot, closed.step, self.account.status.tokens_total)
         finally:
             self._link.release(closed)
 
@@ -433,20 +356,21 @@ class TrainingPeer:
     # ------------------------------------------------------------------------------------------------ the end of a run
 
     def _left_early(self) -> Result:
-        return Result(finished=False, step=self.status.step, validation_loss=self.status.validation_loss)
+        status = self.account.status
+        return Result(finished=False, step=status.step, validation_loss=status.validation_loss)
 
     async def _merge_with_others(self) -> Result:
         """Waits a while for the others to finish, merges their replicas with ours, and writes the model."""
         assert self._finished is not None
         finished = self._finished
-        self._final = await trio.to_thread.run_sync(take_snapshot, self._layout, self._slabs.slot(finished.slot))
-        payload = await self._donor.encode(self._final, [])
-        final = FinalReplica(self._final.hash, payload.blob, payload.size_bytes, finished.tokens_total)
+        own = await trio.to_thread.run_sync(take_snapshot, self._layout, self._slabs.slot(finished.slot))
+        payload = await self._donor.encode(own, [])
+        final = FinalReplica(own.hash, payload.blob, payload.size_bytes, finished.tokens_total)
         self._state = PeerState.FINISHED
-        self._update(final=final)
+        self.account.update(final=final)
         self._publish()
         await self._wait_until(self.members.none_trains, self._job.linger_s)
-        replicas = [WeightedReplica(self._final.bits, finished.tokens_total)]
+        replicas = [WeightedReplica(own.bits, finished.tokens_total)]
         replicas += await fetch_final_replicas(
             self._membership.live(),
             self._joiner,
@@ -458,7 +382,7 @@ class TrainingPeer:
         loss = await self._link.evaluate(fp32_to_bf16(merge.weights))
         await trio.to_thread.run_sync(export_merge, self._job.workspace.model, self._run.signed, merge, loss)
         self._events.write("merged", replicas=merge.replicas, spread=merge.spread, validation_loss=loss)
-        self._update(merged=True)
+        self.account.update(merged=True)
         self._publish()
         await self._wait_until(self.members.all_have_merged, self._job.linger_s)
         return Result(
