@@ -22,6 +22,9 @@ setup-dev:
 demo: setup  ## one bootstrap peer and three training peers on this machine, about two minutes
 	@$(BIN)/swarmtrain demo $(DEMO_OPTIONS)
 
+# Two at a time: most files compute on one core, and those that start processes mind no company. A file stays together.
+PYTEST_OPTIONS ?= -n 2 --dist loadfile
+
 test: check  ## linters, types and the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
