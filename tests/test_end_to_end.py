@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 from swarm_peer.identity import Identity
@@ -69,6 +70,19 @@ def step_of(peer: PeerProcess) -> int:
     return int(peer.last("progress").get("step", 0))
 
 
+def last_evaluated(peer: PeerProcess) -> int:
+    peer.read_events()
+    return int(peer.last("evaluated").get("step", 0))
+
+
+def loss_at(step: int, peer: PeerProcess) -> float:
+    """The validation loss between two measurements, on the straight line: early in a run it falls too fast to take
+    the nearest."""
+    measured = [event for event in peer.events if event["event"] in {"ready", "evaluated"}]
+    steps = [event["step"] for event in measured]
+    return float(np.interp(step, steps, [event["validation_loss"] for event in measured]))
+
+
 def has_ended(peer: PeerProcess) -> bool:
     return peer.process.poll() is not None
 
@@ -85,20 +99,18 @@ def command(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
 
 
 def test_join_late_kill_two_and_the_bootstrap_and_the_rest_finish(tmp_path: Path) -> None:
-    with swarm_of(tmp_path, steps=4000, inner=30) as (swarm, entry):
+    with swarm_of(tmp_path, steps=5000, inner=30) as (swarm, entry):
         peers = [swarm.join(f"peer {number}", "tiny", entry) for number in range(1, 4)]
-        wait_until(lambda: all(step_of(peer) > 300 for peer in peers), "three peers train")
+        wait_until(lambda: all(step_of(peer) > 800 for peer in peers), "three peers train")
 
         # A fourth joins half-way: it starts where its donor is, in weights and in the schedule.
         late = swarm.join("late", "tiny", entry)
         wait_until(lambda: step_of(late) > 0, "the late peer trains")
         ready = late.last("ready")
-        assert ready["step"] > 200
-        for peer in peers:
-            peer.read_events()
-        measured = [event for peer in peers for event in peer.events if event["event"] == "evaluated"]
-        nearest = min(measured, key=lambda event: abs(event["step"] - ready["step"]))
-        assert ready["validation_loss"] <= nearest["validation_loss"] + 0.05
+        assert ready["step"] > 600
+        wait_until(lambda: all(last_evaluated(peer) >= ready["step"] for peer in peers), "all are measured beyond it")
+        swarm_loss = max(loss_at(ready["step"], peer) for peer in peers)
+        assert ready["validation_loss"] <= swarm_loss + 0.05
 
         # The monitor and the export see the swarm from outside.
         shown = command("monitor", "--run-id", "tiny", "--peer", entry, "--once", "--json")
@@ -119,7 +131,7 @@ def test_join_late_kill_two_and_the_bootstrap_and_the_rest_finish(tmp_path: Path
             peer.read_events()
             assert peer.process.returncode == 0, peer.log.read_text()
             assert peer.last("merged")["replicas"] == 2
-            assert peer.end_loss() < nearest["validation_loss"]
+            assert peer.end_loss() < swarm_loss
         after = rest[0].exchanges()[-1]
         assert after["partner"] != ""
 
