@@ -30,6 +30,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
 import trio
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
@@ -96,7 +97,7 @@ async def serve_endpoint(size: int) -> None:
     endpoint = Endpoint(ALICE, TlsTransport(ALICE), limits=EndpointLimits(upload_bytes_per_s="auto"))
     endpoint.handle(ECHO, echo)
     store = BlobStore(1 << 40)
-    blob_id = store.put(random.Random(0).randbytes(size))
+    blob_id = store.put(np.random.default_rng(0).bytes(size))
     BlobExchange(endpoint, store)
     async with trio.open_nursery() as nursery:
         (address,) = await nursery.start(endpoint.run, [Address("127.0.0.1", 0)])
