@@ -102,12 +102,12 @@ def apply(old: Path, patch_file: Path, output: Path) -> None:
             except WrongBase as error:
                 raise Incompatible(
                     f"{patch_file} is made for weights with hash {error.expected.hex()[:16]}; {old} has "
-                    f"{error.found.hex()[:16]}"
+                    f"{error.found.hex()[:16]}: name the file from which the patch was made"
                 ) from None
             except LayoutMismatch as error:
                 raise Incompatible(one_line(f"{patch_file} does not fit {old}: {error}")) from None
             except CodecError as error:
-                raise UserError(one_line(f"{patch_file} cannot be used: {error}")) from None
+                raise _unreadable(patch_file, error) from None
         with _disk_errors(output):
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
@@ -128,7 +128,7 @@ def info(patch_file: Path, as_json: bool) -> None:
     try:
         found = describe(patch_file.read_bytes())
     except CodecError as error:
-        raise UserError(one_line(f"{patch_file} cannot be read: {error}")) from None
+        raise _unreadable(patch_file, error) from None
     rows = {
         "codec": found.codec.name.lower(),
         "version": found.version,
@@ -145,7 +145,19 @@ def info(patch_file: Path, as_json: bool) -> None:
         click.echo(json.dumps(rows))
         return
     for name, value in rows.items():
-        click.echo(f"{name.replace('_', ' '):<21} {value if not isinstance(value, int) else f'{value:,}'}")
+        click.echo(f"{name.replace('_', ' '):<21} {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _unreadable(patch_file: Path, error: Exception) -> UserError:
+    return UserError(
+        one_line(f"{patch_file} cannot be used: {error}; it is no patch, cut short or damaged: fetch or make it again")
+    )
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def test_files_with_different_tensors_are_named(files: tuple[Path, Path], tmp_pa
     with pytest.raises(Incompatible, match="'b'"):
         run("diff", old, tmp_path / "less.safetensors", "-o", tmp_path / "p.swc")
     (tmp_path / "junk").write_bytes(b"junk")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be used"):
         run("info", tmp_path / "junk")
     with pytest.raises(UserError, match="safetensors"):
         run("diff", tmp_path / "junk", old, "-o", tmp_path / "p.swc")
