@@ -32,11 +32,11 @@ from swarm_peer.mux import (
     SaidBye,
     WasReset,
 )
-from swarm_peer.pacing import MIN_OUTPUT_BYTES, Pace
+from swarm_peer.pacing import MIN_OUTPUT_BYTES, Pace, PathDelay
 from swarm_peer.rpc import Method, ReplyHeader, RequestHeader, decode_header
 from swarm_peer.serving import Requests, Shared
 from swarm_peer.transport import Channel
-from swarm_peer.uplink import SAMPLE_INTERVAL_S, PathDelay
+from swarm_peer.uplink import SAMPLE_INTERVAL_S
 
 logger = logging.getLogger("swarm_peer")
 

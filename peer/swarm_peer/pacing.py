@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from swarm_peer.uplink import PathDelay
+from swarm_peer.identity import PeerId
 
 MIN_OUTPUT_BYTES = 16 * 1024
 MAX_OUTPUT_BYTES = 256 * 1024
@@ -30,6 +29,16 @@ class Pace:
         latest = max(elapsed_s, 1e-5) / size_bytes
         self._s_per_byte = latest if self._s_per_byte is None else 0.7 * self._s_per_byte + 0.3 * latest
         self.output_bytes = _output_bytes(1 / self._s_per_byte)
+
+
+class PathDelay:
+    """The round trips of one connection."""
+
+    def __init__(self, remote: PeerId, *, is_loopback: bool) -> None:
+        self.remote = remote
+        self.rtt_s: float | None = None
+        self.is_near = is_loopback
+        self.next_sample_at = -math.inf
 
 
 class UploadLimit:

@@ -18,7 +18,7 @@ import math
 from collections import OrderedDict, deque
 
 from swarm_peer.identity import PeerId
-from swarm_peer.pacing import UploadLimit
+from swarm_peer.pacing import PathDelay, UploadLimit
 
 SHARE = 0.85  # of what the uplink carries
 QUEUE_S = 0.05  # so much longer than the shortest round trip means that a queue stands
@@ -37,16 +37,6 @@ _RECOVERY_PER_S = 0.25
 _TRIAL_PER_S = 0.5
 _AGREE = 1.3
 _MAX_REMOTES = 1024
-
-
-class PathDelay:
-    """The round trips of one connection."""
-
-    def __init__(self, remote: PeerId, *, is_loopback: bool) -> None:
-        self.remote = remote
-        self.rtt_s: float | None = None
-        self.is_near = is_loopback
-        self.next_sample_at = -math.inf
 
 
 class _Base:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 from swarm_peer.identity import PeerId
-from swarm_peer.pacing import DownloadLimit, UploadLimit
-from swarm_peer.uplink import AutoUploadLimit, PathDelay
+from swarm_peer.pacing import DownloadLimit, PathDelay, UploadLimit
+from swarm_peer.uplink import AutoUploadLimit
 
 REMOTE = PeerId(b"r" * 32)
 
