@@ -87,7 +87,7 @@ def advice(found: Diagnosis) -> list[str]:
         lines.append("No entry point answers: ask for a current invite link, or see above what is wrong with each.")
     if not found.ways_in and not found.saved:
         lines.append("Name a peer with --peer HOST:PORT: without one, nothing can be measured.")
-    if found.reach == "outbound-only":
+    if found.reach in ("partial", "outbound-only"):
         lines.append(found.reach_line[0].upper() + found.reach_line[1:] + ".")
     offsets = [m.clock_ahead_s for m in found.measured if m.clock_ahead_s is not None]
     if offsets and min(map(abs, offsets)) > CLOCK_TOLERANCE_S:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -12,10 +12,10 @@ from swarm_peer.dial_back import Outcome, Verdict
 from swarm_peer.routing import is_local, wide_network_of
 
 Nat = Literal["none", "port-preserving", "symmetric", "unknown"]
-ReachKind = Literal["reachable", "outbound-only", "unknown"]
+ReachKind = Literal["reachable", "partial", "outbound-only", "unknown"]
 
-# Helpers of one provider may all be on our side of a wall: two must be in different networks.
-_NETWORKS_NEEDED: Final = 2
+# Peers of one provider may all be on our side of a wall: two must be in different networks.
+NETWORKS_NEEDED: Final = 2
 _WHY: Final = {
     Outcome.TIMED_OUT: "no answer from outside",
     Outcome.REFUSED: "refused from outside",
@@ -25,16 +25,11 @@ _WHY: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Witness:
-    """A verdict, and where the helper that gave it is (None: not known)."""
-
-    verdict: Verdict
-    helper: Address | None
-
-
-@dataclass(frozen=True, slots=True)
 class Reach:
-    """Whether this peer can be dialled, where, and how sure that is; `line` is for people."""
+    """Whether this peer can be dialled, where, and how sure that is; `line` is for people.
+
+    "partial": some get through and some do not, so direct addresses and relays are both of use.
+    """
 
     kind: ReachKind
     at: Address | None
@@ -42,28 +37,73 @@ class Reach:
 
 
 def judge_reach(
-    port: int | None, own: Sequence[Address], witnesses: Sequence[Witness], relays: Sequence[str] = ()
+    port: int | None, own: Sequence[Address], verdicts: Sequence[Verdict], relays: Sequence[str] = ()
 ) -> Reach:
-    """Says what the witnesses mean for a peer that listens on `port` (None: on nothing) and announces `own`.
+    """Says what the verdicts mean for a peer that listens on `port` (None: on nothing) and announces `own`.
 
-    On the internet two witnesses in different /16 networks are wanted; on a local network, one is enough.
+    On the internet two witnesses in different /16 networks (IPv6: /32) make it sure; on a local network, one does.
+    Those who see us on the internet count, if there are any: neighbours say nothing about the outside.
     """
     by_way = f", using relay{'s' if len(relays) > 1 else ''} {', '.join(relays)}" if relays else ""
     if port is None:
         return Reach("outbound-only", None, f"outbound-only{by_way}: this peer listens on no port, as asked")
-    outside = [w for w in witnesses if not is_local(w.verdict.observed.host)] or list(witnesses)
-    reached = [w for w in outside if w.verdict.is_reached]
-    if reached:
-        at = Address(reached[0].verdict.observed.host, port)
-        networks = {wide_network_of((w.helper,)) for w in reached if w.helper is not None}
-        if is_local(at.host) or len(networks) >= _NETWORKS_NEEDED:
-            return Reach("reachable", at, f"reachable at {at}")
-        return Reach("reachable", at, f"reachable at {at}, says one peer; one of another network would make it sure")
-    if not outside:
+    heard = [verdict for verdict in verdicts if _is_outside(verdict)] or list(verdicts)
+    if not heard:
         return Reach("unknown", None, "not known yet whether others can dial this peer: nobody has tried")
-    observed = outside[0].verdict.observed
-    why = _WHY.get(outside[0].verdict.outcome, str(outside[0].verdict.outcome))
-    return Reach("outbound-only", None, f"outbound-only{by_way}: {why}; {open_port_advice(port, own, observed)}")
+    reached = [verdict for verdict in heard if verdict.is_reached]
+    missed = [verdict for verdict in heard if not verdict.is_reached]
+    if not reached:
+        why = f"{_why(missed[0])}; {open_port_advice(port, own, missed[0].observed)}"
+        return Reach("outbound-only", None, f"outbound-only{by_way}: {why}")
+    at = Address(_best_host(reached), port)
+    if missed:
+        return Reach("partial", at, f"partially reachable{by_way}: {_conflict(port, own, at, reached, missed)}")
+    there = [verdict for verdict in reached if verdict.observed.host == at.host]
+    if is_local(at.host) or len(networks_of(there)) >= NETWORKS_NEEDED:
+        return Reach("reachable", at, f"reachable at {at}")
+    who = "one peer only" if len(there) == 1 else f"{len(there)} peers of one network only"
+    return Reach(
+        "reachable", at, f"reachable at {at}, confirmed by {who}; a peer of another network would make it sure"
+    )
+
+
+def networks_of(verdicts: Iterable[Verdict]) -> set[Hashable]:
+    """The /16 (IPv6: /32) networks of the internet in which these witnesses are."""
+    found = {wide_network_of((verdict.helper_at,)) for verdict in verdicts if verdict.helper_at is not None}
+    return found - {None}
+
+
+def _is_outside(verdict: Verdict) -> bool:
+    """False also for a neighbour that sees us at our router's address: its dial never left the router."""
+    is_neighbour = verdict.helper_at is not None and is_local(verdict.helper_at.host)
+    return not is_local(verdict.observed.host) and not is_neighbour
+
+
+def _best_host(reached: Sequence[Verdict]) -> str:
+    """The host that witnesses in most networks have reached."""
+    hosts = dict.fromkeys(verdict.observed.host for verdict in reached)
+    return max(hosts, key=lambda host: len(networks_of(v for v in reached if v.observed.host == host)))
+
+
+def _conflict(
+    port: int, own: Sequence[Address], at: Address, reached: Sequence[Verdict], missed: Sequence[Verdict]
+) -> str:
+    """Why some get through and some do not: another address of ours (IPv4 beside IPv6), or a choosy firewall."""
+    some, others = _peers(len(reached), "gets", "get"), _peers(len(missed), "does", "do")
+    elsewhere = [verdict for verdict in missed if not _same_host(verdict.observed.host, at.host)]
+    if elsewhere:
+        observed = elsewhere[0].observed
+        where = f"at {observed.host} ({_why(elsewhere[0])})"
+        return f"{some} through at {at}, {others} not {where}; {open_port_advice(port, own, observed)}"
+    return f"{some} through at {at}, {others} not ({_why(missed[0])}); a firewall or router lets in some networks only"
+
+
+def _peers(count: int, one: str, several: str) -> str:
+    return f"{count} peer {one}" if count == 1 else f"{count} peers {several}"
+
+
+def _why(missed: Verdict) -> str:
+    return _WHY.get(missed.outcome, str(missed.outcome))
 
 
 def open_port_advice(port: int, own: Sequence[Address], observed: Address) -> str:

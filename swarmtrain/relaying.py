@@ -6,7 +6,6 @@ it announces its own addresses.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import random
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from swarm_peer.circuit_table import RelayLimits
 from swarm_peer.circuits import Circuits
 from swarm_peer.dial_back import DialBack, Verdict
 from swarm_peer.endpoint import Endpoint
-from swarm_peer.errors import PeerError
 from swarm_peer.gated import Gate
 from swarm_peer.identity import PeerId, short
 from swarm_peer.raw import RawTransport
@@ -27,11 +25,11 @@ from swarm_peer.reservations import Reservations
 from swarm_peer.routing import RoutingTable, is_local
 
 from swarmtrain.rates import format_rate
-from swarmtrain.reachability import Reach, Witness, judge_reach
+from swarmtrain.reachability import Reach, judge_reach
+from swarmtrain.witnesses import candidates, hear
 
 logger = logging.getLogger("swarmtrain.relaying")
 
-HELPERS = 4
 RELAYED_PREFERENCE = 0.25
 FIRST_RELAY_S = 5.0
 FIRST_RECHECK_S = 15.0
@@ -68,9 +66,10 @@ class Relaying:
         self._forwarded: Address | None = None
         self._verified: tuple[Address, ...] = ()
         self._look_again = trio.Event()
-        self.witnesses: list[Witness] = []  # who has tried to dial this node last, and how it went
+        self.verdicts: list[Verdict] = []  # of those who have tried to dial this node last
         self._takes_part = takes_part
         self.is_outbound_only = False
+        self._is_partial = False  # some can dial it, and some cannot
         self._dial_back = DialBack(endpoint, transport)
         self._reservations = Reservations(endpoint, candidates=table.contacts, rng=rng)
         self._reservations.on_change = self._tell
@@ -91,10 +90,12 @@ class Relaying:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Where others can reach this node now: its own addresses, or those of its relays."""
+        """Where others can reach this node now: its own addresses, or those of its relays, or both."""
         if self.is_outbound_only:
             return self._reservations.entries
-        return tuple(dict.fromkeys([*self._verified, *self._own]))[:MAX_ADDRESSES]
+        relayed = self._reservations.entries if self._is_partial else ()
+        direct = tuple(dict.fromkeys([*self._verified, *self._own]))
+        return (*direct[: MAX_ADDRESSES - len(relayed)], *relayed)
 
     @property
     def relays(self) -> tuple[PeerId, ...]:
@@ -108,7 +109,7 @@ class Relaying:
         if self._is_given:
             return Reach("unknown", None, "announced as asked, and not called in question")
         port = self._asked_port if self._port is not None else None
-        return judge_reach(port, self._own, self.witnesses, [short(relay) for relay in self.relays])
+        return judge_reach(port, self._own, self.verdicts, [short(relay) for relay in self.relays])
 
     def moved(self, own: tuple[Address, ...]) -> None:
         """Takes the addresses that this machine has from now on: it has changed networks."""
@@ -158,24 +159,27 @@ class Relaying:
             await self._reservations.run()
 
     async def settle(self) -> bool:
-        """Finds out whether others can dial this node, by asking some; if not, finds it relays.
+        """Finds out whether others can dial this node, by asking some; unless all can, finds it relays.
 
         False if it cannot be reached: nobody dials it, and nobody relays for it yet.
         """
         if self._port is None:
-            self._set_outbound_only(True)
+            self._set_part(is_outbound_only=True)
         elif not self._is_given:
-            verdicts = await self._ask_helpers()
+            found = candidates(self._endpoint, self._table.contacts())
+            verdicts = await hear(self._dial_back, found, self._asked_port)
             self._has_asked = self._has_asked or bool(verdicts)
             if verdicts:
-                self._set_outbound_only(not is_reachable(verdicts))
+                self.verdicts = verdicts
+                kind = self.reach.kind
+                self._set_part(is_outbound_only=kind == "outbound-only", is_partial=kind == "partial")
                 self._take_verified(verdicts)
-        if not self.is_outbound_only:
+        if not (self.is_outbound_only or self._is_partial):
             return True
         with trio.move_on_after(FIRST_RELAY_S):
             while not self._reservations.entries:
                 await self._reservations.changed.wait()
-        return bool(self._reservations.entries)
+        return self._is_partial or bool(self._reservations.entries)
 
     async def keep_settled(self) -> None:
         """Looks again from time to time, until cancelled."""
@@ -188,7 +192,7 @@ class Relaying:
     def _take_verified(self, verdicts: list[Verdict]) -> None:
         """Announces where others did reach us, although this machine does not have that address: a forwarded port."""
         seen = {Address(v.observed.host, self._asked_port): None for v in verdicts if v.is_reached}
-        verified = tuple(address for address in seen if not _is_home(address) and address not in self._own)
+        verified = tuple(address for address in seen if not is_local(address.host) and address not in self._own)
         if verified != self._verified:
             self._verified = verified
             self._tell()
@@ -199,39 +203,14 @@ class Relaying:
         assert self._port is not None
         return self._forwarded.port if self._forwarded else self._port
 
-    def _set_outbound_only(self, is_outbound_only: bool) -> None:
-        if self.is_outbound_only == is_outbound_only:
+    def _set_part(self, *, is_outbound_only: bool, is_partial: bool = False) -> None:
+        if (self.is_outbound_only, self._is_partial) == (is_outbound_only, is_partial):
             return
-        self.is_outbound_only = is_outbound_only
-        if is_outbound_only and self._takes_part:
+        self.is_outbound_only, self._is_partial = is_outbound_only, is_partial
+        if (is_outbound_only or is_partial) and self._takes_part:
             self._wants_relays.set()
-        logger.info("others %s dial this peer", "cannot" if is_outbound_only else "can")
+        logger.info("%s", self.reach.line)
         self._tell()
-
-    async def _ask_helpers(self) -> list[Verdict]:
-        port, verdicts = self._asked_port, list[Verdict]()
-        witnesses: list[Witness] = []
-        connected = [peer for peer in self._endpoint.connected() if self._endpoint.seen_at(peer) is not None]
-        helpers = {PeerId(c.peer_id): c for c in self._table.contacts()}
-        chosen = [helpers.get(peer, Contact(peer, ())) for peer in connected]
-        chosen += [contact for peer, contact in helpers.items() if peer not in connected]
-
-        async def ask(helper: Contact) -> None:
-            try:
-                verdict = await self._dial_back.ask(helper, port)
-            except PeerError as error:
-                logger.info("%s does not say whether it can dial us: %s", helper, error)
-                return
-            verdicts.append(verdict)
-            direct = direct_addresses(helper.addresses)
-            witnesses.append(Witness(verdict, direct[0] if direct else None))
-
-        async with trio.open_nursery() as nursery:
-            for helper in chosen[:HELPERS]:
-                nursery.start_soon(ask, helper)
-        if witnesses:
-            self.witnesses = witnesses
-        return verdicts
 
     def _met_at(self, peer: PeerId) -> tuple[Address, ...]:
         known = self._table.get(peer)
@@ -240,20 +219,6 @@ class Relaying:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener(self.addresses)
-
-
-def is_reachable(verdicts: list[Verdict]) -> bool:
-    """What several helpers say together. Those who see us on the internet count, if there are any."""
-    outside = [verdict for verdict in verdicts if not _is_home(verdict.observed)]
-    return any(verdict.is_reached for verdict in outside or verdicts)
-
-
-def _is_home(address: Address) -> bool:
-    try:
-        ip = ipaddress.ip_address(address.host.partition("%")[0])
-    except ValueError:
-        return False
-    return ip.is_private or ip.is_loopback or ip.is_link_local
 
 
 def relaying_line(limit_bytes_per_s: float) -> str:

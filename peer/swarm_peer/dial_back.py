@@ -67,11 +67,15 @@ class DialBackReply(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one helper says. `observed` is where our connection to it comes from, as it sees us."""
+    """What one helper says. `observed` is where our connection to it comes from, as it sees us.
+
+    `helper_at` is where we see it: where its dial came from if that arrived, else where our connection to it leads.
+    """
 
     helper: PeerId
     outcome: Outcome
     observed: Address
+    helper_at: Address | None = None
 
     @property
     def is_reached(self) -> bool:
@@ -81,13 +85,21 @@ class Verdict:
 DIAL_BACK: Final = Method("dial-back", DialBackRequest, DialBackReply, 128, 512, priority=Priority.CONTROL)
 
 
+@dataclass(slots=True)
+class _Expected:
+    """What is to be said to a knock, and where it came from when it came."""
+
+    answer: bytes
+    came_from: Address | None = None
+
+
 class DialBack:
     """Asks others to dial us, and dials those who ask, at most once per 10 s each (burst 6)."""
 
     def __init__(self, endpoint: Endpoint, transport: RawTransport) -> None:
         self._endpoint = endpoint
         self._transport = transport
-        self._expected: dict[bytes, tuple[bytes, trio.Event]] = {}  # knock -> answer, arrived
+        self._expected: dict[bytes, _Expected] = {}  # by knock
         self._limiter = RateLimiter(rate_per_s=0.1, burst=6.0)
         self._dialling = 0
         transport.on_greeting(_MAGIC, self._on_knock)
@@ -99,26 +111,25 @@ class DialBack:
         Raises as `Caller.call`; `Refusal` with code "not-observed" if it is connected to us by way of others.
         """
         knock, answer = secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES)
-        arrived = trio.Event()
-        self._expected[knock] = (answer, arrived)
+        expected = self._expected[knock] = _Expected(answer)
         try:
             request = DialBackRequest(port, knock, answer)
             reply = await self._endpoint.call(helper, DIAL_BACK, request, deadline_s=deadline_s)
         finally:
             del self._expected[knock]
-        outcome = reply.outcome
-        if outcome is Outcome.REACHED and not arrived.is_set():
+        outcome, peer = reply.outcome, PeerId(helper.peer_id)
+        if outcome is Outcome.REACHED and expected.came_from is None:
             outcome = Outcome.STRANGER
-        return Verdict(PeerId(helper.peer_id), outcome, Address(reply.host, reply.port))
+        helper_at = expected.came_from or self._endpoint.seen_at(peer)
+        return Verdict(peer, outcome, Address(reply.host, reply.port), helper_at)
 
     async def _on_knock(self, raw: RawConnection, knock: bytes) -> None:
         expected = self._expected.get(knock)
         if expected is None:
             return
-        answer, arrived = expected
-        arrived.set()
+        expected.came_from = raw.remote
         try:
-            await raw.stream.send_all(answer)
+            await raw.stream.send_all(expected.answer)
             with trio.move_on_after(_DIAL_DEADLINE_S):
                 await raw.stream.receive_some(1)  # closing first could take the answer with it
         except (trio.BrokenResourceError, trio.ClosedResourceError):

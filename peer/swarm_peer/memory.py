@@ -72,6 +72,7 @@ class MemoryNetwork:
         self._crashed: set[str] = set()
         self._next_port = _FIRST_PORT
         self._nats: dict[str, Nat] = {}
+        self._walls: dict[str, frozenset[str]] = {}
         self._meetings: dict[tuple[Address, Address], trio.MemorySendChannel[MemoryRaw]] = {}
 
     def transport(self, identity: Identity, host: str = "10.0.0.1") -> MemoryTransport:
@@ -83,6 +84,10 @@ class MemoryNetwork:
         """From now on nobody can dial `host`. A "preserving" NAT shows all remotes the same port, so that a
         simultaneous open can work; a "symmetric" one does not."""
         self._nats[host] = nat
+
+    def put_behind_wall(self, host: str, sources: Iterable[str]) -> None:
+        """From now on a firewall drops what these hosts dial `host` with; others get through."""
+        self._walls[host] = frozenset(sources)
 
     def partition(self, side_a: Iterable[str], side_b: Iterable[str]) -> None:
         """Nothing passes between the two sets of hosts until `heal`."""
@@ -146,7 +151,8 @@ class MemoryNetwork:
         await trio.sleep(2 * round_trips * link.latency_s)
         if here in self._crashed or there not in self._hosts:
             raise Unreachable(address, "no such host" if here not in self._crashed else "this host is down")
-        if lost or self.is_cut(here, there) or (there in self._nats and here != there):
+        is_barred = (there in self._nats and here != there) or here in self._walls.get(there, ())
+        if lost or is_barred or self.is_cut(here, there):
             await trio.sleep_forever()
         listener = self._listeners.get(address)
         if listener is None:

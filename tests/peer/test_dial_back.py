@@ -48,6 +48,9 @@ def test_a_peer_that_can_be_dialled_learns_so_over_real_sockets() -> None:
             assert verdict.is_reached
             assert verdict.helper == HELPER.peer_id
             assert verdict.observed.host == "127.0.0.1"
+            # The dial came on a connection of its own, not on the one that we have asked over.
+            assert verdict.helper_at is not None
+            assert verdict.helper_at not in (helper.addresses[0], verdict.observed)
             with socket.socket() as nobody:
                 nobody.bind(("127.0.0.1", 0))
                 assert (await asker.ask(helper, nobody.getsockname()[1])).outcome is Outcome.REFUSED

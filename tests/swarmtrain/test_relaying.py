@@ -13,7 +13,6 @@ import trio.testing
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.admission import Admission
 from swarm_peer.certificates import AdmissionMode, Charter
-from swarm_peer.dial_back import Outcome, Verdict
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.gated import Gate
 from swarm_peer.identity import Identity, PeerId
@@ -21,12 +20,18 @@ from swarm_peer.interfaces import InterfaceAddress
 from swarm_peer.memory import Link, MemoryNetwork, Nat
 from swarm_peer.relay_entry import relay_of
 from swarm_peer.routing import RoutingTable
+from swarm_peer.rpc import Method
 
 from swarmtrain.node import INTERFACES_S, NodeConfig, follow_interfaces
 from swarmtrain.options import relay_rate
-from swarmtrain.relaying import RECHECK_S, RELAYED_PREFERENCE, Relaying, is_reachable, relaying_line
+from swarmtrain.relaying import RECHECK_S, RELAYED_PREFERENCE, Relaying, relaying_line
 
 ANY = Address("0.0.0.0", 0)
+ECHO = Method("echo", bytes, bytes, 100, 100)
+
+
+async def echo(remote: PeerId, request: bytes) -> bytes:
+    return request
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -42,9 +47,10 @@ async def node(
     listens: bool = True,
     takes_part: bool = True,
     is_given: bool = False,
+    host: str | None = None,
 ) -> AsyncIterator[tuple[Relaying, Contact, Endpoint]]:
     """A node at 8.8.8.<number> that knows some others."""
-    host = f"8.8.8.{number}"
+    host = host or f"8.8.8.{number}"
     if nat:
         network.put_behind_nat(host, nat)
     identity = Identity.from_seed(bytes([number]) * 32)
@@ -209,14 +215,30 @@ def test_a_router_that_changes_its_mind_is_noticed() -> None:
     run(scenario)
 
 
-def test_the_word_of_those_outside_counts_more_than_that_of_neighbours() -> None:
-    def verdict(outcome: Outcome, host: str) -> Verdict:
-        return Verdict(PeerId(bytes(32)), outcome, Address(host, 1))
+def test_one_who_gets_through_and_one_who_does_not_make_a_peer_that_is_found_both_ways() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        network.put_behind_wall("11.22.33.44", ["9.9.9.2", "9.9.9.5"])
+        async with (
+            node(network, 1) as (_, relay, _),
+            node(network, 2, host="9.9.9.2") as (_, kept_out, _),
+            node(network, 3, relay, kept_out, host="11.22.33.44") as (home, own, endpoint),
+            node(network, 5, host="9.9.9.5", listens=False) as (_, _, caller),
+        ):
+            endpoint.handle(ECHO, echo)
+            began = trio.current_time()
+            assert await home.settle()
+            assert trio.current_time() - began < 6
+            assert home.reach.kind == "partial"
+            assert home.reach.line.startswith("partially reachable, using relays ")
+            assert not home.is_outbound_only
+            assert home.addresses[: len(own.addresses)] == own.addresses
+            assert relay in [relay_of(entry) for entry in home.addresses]
+            # Whoever is kept out as well gets through by relay.
+            assert await caller.call(Contact(own.peer_id, home.addresses), ECHO, b"x", deadline_s=15) == b"x"
+            assert caller.is_relayed(PeerId(own.peer_id))
 
-    neighbour = verdict(Outcome.REACHED, "192.168.1.5")
-    assert is_reachable([neighbour])
-    assert not is_reachable([neighbour, verdict(Outcome.TIMED_OUT, "8.8.4.4")])
-    assert is_reachable([verdict(Outcome.REFUSED, "8.8.4.4"), verdict(Outcome.REACHED, "8.8.4.4")])
+    run(scenario)
 
 
 def test_the_limit_is_a_rate_or_none() -> None:
