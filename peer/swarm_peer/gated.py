@@ -174,11 +174,16 @@ class Gate(GuardedCaller):
     async def stream(
         self, to: Contact, method: Method[Q, bytes], request: Q, *, deadline_s: float = 60.0, lane: int = 0
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """As `Caller.stream`, after an introduction.  Raises as `call`."""
+        """As `Caller.stream`, after an introduction.  Raises as `call`; a remote that has forgotten us refuses once."""
         deadline = trio.current_time() + deadline_s
         await self.introduce(to, deadline_s=deadline_s)
-        async with self._caller.stream(to, method, request, deadline_s=_left_s(deadline), lane=lane) as parts:
-            yield parts
+        try:
+            async with self._caller.stream(to, method, request, deadline_s=_left_s(deadline), lane=lane) as parts:
+                yield parts
+        except Refusal as error:
+            if error.code == NOT_INTRODUCED:
+                self._introduced.pop(to.peer_id, None)
+            raise
 
     async def introduce(self, to: Contact, *, deadline_s: float = 5.0) -> None:
         """Shows our certificates and checks the remote's, if that has not been done.

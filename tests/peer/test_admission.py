@@ -369,6 +369,7 @@ class Number(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 DOUBLE = Method("double", Number, Number)
+RAW = Method("raw", bytes, bytes)
 
 
 class NoDiscovery:
@@ -454,6 +455,30 @@ def test_a_peer_that_restarts_is_introduced_again() -> None:
         await server.endpoint.aclose()
         again = await start(nursery, network, CREATOR, 1)
         assert await anna.gate.call(again.contact, DOUBLE, Number(2)) == Number(4)
+
+    run_virtual(scenario)
+
+
+def test_a_stream_to_a_peer_that_restarted_fails_once() -> None:
+    async def scenario(nursery: trio.Nursery) -> None:
+        async def take(anna: Peer, server: Peer) -> bytes:
+            async with anna.gate.stream(server.contact, RAW, b"x") as parts:
+                return b"".join([part async for part in parts])
+
+        async def echo(remote: bytes, request: bytes) -> bytes:
+            return request
+
+        network = MemoryNetwork()
+        server = await start(nursery, network, CREATOR, 1)
+        server.gate.handle(RAW, echo)
+        anna = await start(nursery, network, ANNA, 2, admitted(invite(CREATOR, (), 1), ANNA))
+        assert await take(anna, server) == b"x"
+        await server.endpoint.aclose()
+        again = await start(nursery, network, CREATOR, 1)
+        again.gate.handle(RAW, echo)
+        with pytest.raises(Refusal, match=NOT_INTRODUCED):
+            await take(anna, again)
+        assert await take(anna, again) == b"x"
 
     run_virtual(scenario)
 
