@@ -34,7 +34,8 @@ import numpy as np
 import trio
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.blobs import BlobExchange, BlobId, BlobStore
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.rpc import Method, Priority
 from swarm_peer.tcp import TlsTransport

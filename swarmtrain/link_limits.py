@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm_peer.endpoint import EndpointLimits
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.tcp import AcceptLimits
 
 from swarmtrain.errors import ExitCode, UserError

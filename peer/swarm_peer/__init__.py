@@ -8,8 +8,8 @@ from swarm_peer.addresses import parse_address as parse_address
 from swarm_peer.addresses import parse_contact as parse_contact
 from swarm_peer.connection import ConnectionLimits as ConnectionLimits
 from swarm_peer.endpoint import Endpoint as Endpoint
-from swarm_peer.endpoint import EndpointLimits as EndpointLimits
-from swarm_peer.endpoint import EndpointStats as EndpointStats
+from swarm_peer.endpoint_limits import EndpointLimits as EndpointLimits
+from swarm_peer.endpoint_limits import EndpointStats as EndpointStats
 from swarm_peer.errors import ConnectError as ConnectError
 from swarm_peer.errors import DeadlineExpired as DeadlineExpired
 from swarm_peer.errors import Disconnected as Disconnected

@@ -1,9 +1,7 @@
-"""A peer's one point of contact with all others: pooled connections, calls, bans, limits and counters.
+"""A peer's one point of contact with all others: it dials and accepts, and calls over what it has.
 
-There is one live connection per remote, whoever dialled it; both sides call over it. When two peers dial each
-other at the same time, the connection that the smaller peer id dialled stays, and the smaller peer id is the
-only one to decide, so never both close. A task of a single remote can fail as it likes: it ends that
-connection and nothing else.
+There is one live connection per remote, whoever dialled it; both sides call over it (`pool.py`). A task of a single
+remote can fail as it likes: it ends that connection and nothing else.
 """
 
 from __future__ import annotations
@@ -11,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import trio
 
-from swarm_peer.addresses import LOOPBACK, Address, Contact, host_group
+from swarm_peer.addresses import Address, Contact
+from swarm_peer.bans import HostBans, PeerBans
 from swarm_peer.calling import NotOpened
-from swarm_peer.connection import Connection, ConnectionLimits
+from swarm_peer.connection import Connection
+from swarm_peer.dialling import Detour, Dial, dial_first
+from swarm_peer.endpoint_limits import EndpointLimits, EndpointStats
 from swarm_peer.errors import (
     Banned,
     ConnectError,
@@ -34,12 +34,13 @@ from swarm_peer.errors import (
     Unreachable,
     sanitise,
 )
-from swarm_peer.host_bans import HostBans
 from swarm_peer.identity import Identity, PeerId, short
 from swarm_peer.lanes import LANE_IDLE_S, Lanes
 from swarm_peer.mux import ByeCode
 from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
+from swarm_peer.pool import ConnectionPool
 from swarm_peer.relay_entry import direct_addresses
+from swarm_peer.room import Room, close_quietest
 from swarm_peer.rpc import Handler, Method, Q, R, StreamHandler, decode_body, encode_body
 from swarm_peer.serving import Registered, Shared
 from swarm_peer.transport import Channel, Transport
@@ -47,73 +48,7 @@ from swarm_peer.uplink import AutoUploadLimit
 
 logger = logging.getLogger("swarm_peer")
 
-_MAX_BANS = 4096
-# Two connections to the same peer that began within this time come from dialling each other at once; otherwise
-# the older one is what a crashed remote has left behind.
-_SIMULTANEOUS_S = 10.0
-_STAGGER_S = 0.25
-# With addresses that can be dialled directly, a relay is asked only after this time, or when all have failed.
-_DETOUR_AFTER_S = 1.0
 _RELAYED_IDLE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointLimits:
-    """Bounds of one endpoint. `max_inbound_per_host` does not hold for loopback; beyond `max_outbound`, and for a
-    dial beyond `max_connections` in all, quiet connections are closed. `max_refusing` are told why at one time.
-    `served_memory_bytes` is for all requests and replies being served. Above `upload_bytes_per_s` bulk waits;
-    somewhat below the uplink it keeps all other calls quick, and "auto" finds that rate. `download_bytes_per_s`
-    bounds the bulk that this endpoint asks for."""
-
-    connection: ConnectionLimits = field(default_factory=ConnectionLimits)
-    dial_deadline_s: float = 10.0
-    max_connections: int = 1024
-    max_inbound: int = 512
-    max_refusing: int = 64
-    max_inbound_per_host: int = 16
-    max_outbound: int = 512
-    max_connections_per_peer: int = 4
-    violation_ban_s: float = 3600.0
-    violation_host_ban_s: float = 600.0
-    served_memory_bytes: int = 256 * 1024 * 1024
-    upload_bytes_per_s: float | Literal["auto"] | None = None
-    download_bytes_per_s: float | None = None
-
-
-@dataclass(slots=True)
-class EndpointStats:
-    """Counters since the start, at the moment of reading. Bytes are those of the socket, TLS and framing
-    included. `dropped` counts everything refused or cut off, by reason."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    connections: int = 0
-    calls: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-class Detour(Protocol):
-    """A way to peers that cannot be dialled: through the relays that their contacts name."""
-
-    async def dial(self, to: Contact, deadline_s: float) -> Channel:
-        """A relayed channel, with us as TLS client. Is cancelled when the peer connects to us meanwhile.
-
-        Raises `ConnectError`.
-        """
-        ...
-
-
-class _Dial:
-    """A dial under way, shared by all calls that wait for it."""
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.error: ConnectError | None = None
-        self.detour = trio.CancelScope()
-
-    def end(self) -> None:
-        self.done.set()
-        self.detour.cancel()
 
 
 class Endpoint:
@@ -130,10 +65,10 @@ class Endpoint:
             DownloadLimit(self._limits.download_bytes_per_s),
         )
         self._drops = self._shared.drops
-        self._pool: dict[PeerId, list[Connection]] = {}  # oldest first
+        self._pool = ConnectionPool(identity.peer_id, self._limits.max_connections_per_peer)
         self._lanes = Lanes(self._limits.max_connections // 2)
-        self._dials: dict[PeerId, _Dial] = {}
-        self._bans: dict[PeerId, tuple[float, str]] = {}
+        self._dials: dict[PeerId, Dial] = {}
+        self._bans = PeerBans()
         self._host_bans = HostBans()
         self._past_sent = 0
         self._past_received = 0
@@ -141,8 +76,7 @@ class Endpoint:
         self._nursery: trio.Nursery | None = None
         self._stopped = trio.Event()
         self._refusing = 0
-        self._dialling = 0
-        self._closed_one = trio.Event()
+        self._room = Room(self._limits, self._connections)
         self.detour: Detour | None = None
         # Where a peer has been met, for contacts that name relays only: within a home, relays are a long way round.
         self.also_at: Callable[[PeerId], tuple[Address, ...]] = lambda peer: ()
@@ -166,21 +100,21 @@ class Endpoint:
 
     def connected(self) -> list[PeerId]:
         """The remotes to which a live connection exists."""
-        return [remote for remote in self._pool if self._usable(remote) is not None]
+        return self._pool.connected()
 
     def rtt_s(self, peer_id: PeerId) -> float | None:
         """As `Caller.rtt_s`."""
-        connection = self._usable(peer_id)
+        connection = self._pool.usable(peer_id)
         return connection.rtt_s if connection is not None else None
 
     def seen_at(self, remote: PeerId) -> Address | None:
         """Where a remote's direct connection to us comes from; None if there is none."""
-        direct = [c for c in self._pool.get(remote, ()) if not c.is_relayed]
+        direct = [c for c in self._pool.of(remote) if not c.is_relayed]
         return direct[-1].channel.remote_address if direct else None
 
     def is_relayed(self, remote: PeerId) -> bool | None:
         """Whether calls to a remote go through a relay now; None if it is not connected."""
-        connection = self._usable(remote)
+        connection = self._pool.usable(remote)
         return connection.is_relayed if connection is not None else None
 
     def handle(self, method: Method[Q, R], handler: Handler[Q, R]) -> None:
@@ -292,7 +226,7 @@ class Endpoint:
         """
         if self._nursery is None:
             raise RuntimeError("the endpoint does not run")
-        async with self._slot(address):
+        async with self._room.slot(address):
             channel = await self._transport.dial(address, None, deadline_s)
         if (ban := self._ban_of(channel.remote)) is not None:
             await self._connection(channel, is_dialer=True).refuse(ByeCode.BANNED)
@@ -313,16 +247,12 @@ class Endpoint:
 
     def ban(self, peer_id: PeerId, reason: str, seconds: float) -> None:
         """Refuses all contact with a peer for a while, and ends its connections now. Counted as "banned"."""
-        now = trio.current_time()
-        self._bans[peer_id] = (now + seconds, sanitise(reason))
-        if len(self._bans) > _MAX_BANS:
-            self._bans = {who: ban for who, ban in self._bans.items() if ban[0] > now}
-            while len(self._bans) > _MAX_BANS:
-                del self._bans[next(iter(self._bans))]
+        now, reason = trio.current_time(), sanitise(reason)
+        self._bans.ban(peer_id, reason, now + seconds, now)
         self._drops["banned"] += 1
-        logger.info("banned peer %s for %.0f s: %s", short(peer_id), seconds, sanitise(reason))
-        for connection in [*self._pool.get(peer_id, ()), *self._lanes.of(peer_id)]:
-            connection.abort(ByeCode.BANNED, f"peer {short(peer_id)} was banned: {sanitise(reason)}")
+        logger.info("banned peer %s for %.0f s: %s", short(peer_id), seconds, reason)
+        for connection in [*self._pool.of(peer_id), *self._lanes.of(peer_id)]:
+            connection.abort(ByeCode.BANNED, f"peer {short(peer_id)} was banned: {reason}")
 
     def _encode_request(self, method: Method[Any, Any], request: object) -> bytes:
         body = encode_body(method.request, request)
@@ -350,16 +280,16 @@ class Endpoint:
             raise DialledSelf(to)
         if (ban := self._ban_of(remote)) is not None:
             raise ban
-        if (connection := self._usable(remote)) is not None:
+        if (connection := self._pool.usable(remote)) is not None:
             return connection
         if not to.addresses and remote not in self._dials:
             raise Unreachable(to, "no address of it is known")
         dial = self._dials.get(remote)
         if dial is None:
-            dial = self._dials[remote] = _Dial()
+            dial = self._dials[remote] = Dial()
             nursery.start_soon(self._dial, dial, to)
         await dial.done.wait()
-        if (connection := self._usable(remote)) is not None:
+        if (connection := self._pool.usable(remote)) is not None:
             return connection
         if dial.error is not None:
             raise copy.copy(dial.error)
@@ -376,15 +306,14 @@ class Endpoint:
             is_hidden = bool(to.addresses) and not direct_addresses(to.addresses)
             if main.is_relayed or is_hidden or self._nursery is None:
                 raise Unreachable(to, "there is no direct way for another connection to it")
-            live = len(self._connections()) + self._dialling
-            if not self._lanes.has_room(remote) or live + 2 > self._limits.max_connections:
+            if not self._lanes.has_room(remote) or not self._room.has(2):
                 raise Unreachable(to, "there is no room for another connection to it")
             here = (main.channel.remote_address,) if main.is_dialer else ()
             addresses = tuple(dict.fromkeys((*here, *direct_addresses(to.addresses))))
             if not addresses:
                 raise Unreachable(to, "no address of it is known")
-            async with self._slot(to):
-                won = await self._dial_first(Contact(remote, addresses), is_lane=True)
+            async with self._room.slot(to):
+                won = await self._dial_ways(Contact(remote, addresses), is_lane=True)
             assert won is not None
             connection = self._adopt_lane(won[0], number)
             self._nursery.start_soon(self._supervise, connection)
@@ -396,12 +325,12 @@ class Endpoint:
         self._lanes.add(connection, number)
         return connection
 
-    async def _dial(self, dial: _Dial, to: Contact) -> None:
+    async def _dial(self, dial: Dial, to: Contact) -> None:
         """Runs on its own, so that a call that gives up does not spoil the dial for the others."""
         remote = PeerId(to.peer_id)
         try:
-            async with self._slot(to):
-                won = await self._dial_first(to, dial)
+            async with self._room.slot(to):
+                won = await self._dial_ways(to, dial)
             if won is None:  # it has connected to us
                 return
             channel, is_relayed = won
@@ -421,78 +350,32 @@ class Endpoint:
             if self._dials.get(remote) is dial:
                 del self._dials[remote]
 
-    @contextlib.asynccontextmanager
-    async def _slot(self, to: Contact | Address) -> AsyncIterator[None]:
-        """Room for one more connection, made by closing quiet ones. Raises `Unreachable` if all are at work."""
-        most = self._limits.max_connections
-        deadline = trio.current_time() + self._limits.dial_deadline_s
-        while len(live := self._connections()) + self._dialling >= most:
-            is_closing = any(not c.is_usable for c in live)
-            if trio.current_time() >= deadline or not (self._make_room(live) or is_closing or self._dialling):
-                raise Unreachable(to, f"all {most} connections of this peer are in use")
-            with trio.move_on_at(deadline):
-                await self._closed_one.wait()
-        self._dialling += 1
-        try:
-            yield
-        finally:
-            self._dialling -= 1
-            self._closed_one.set()
-            self._closed_one = trio.Event()
-
-    async def _dial_first(
-        self, to: Contact, dial: _Dial | None = None, *, is_lane: bool = False
+    async def _dial_ways(
+        self, to: Contact, dial: Dial | None = None, *, is_lane: bool = False
     ) -> tuple[Channel, bool] | None:
-        """Tries the addresses in order, each with a small head start (RFC 8305), and last, with `dial`, the detour.
+        """The first channel that comes about, and whether it is relayed; with `dial`, the detour is one of the ways.
 
-        Returns the first channel, and whether it is relayed; None if the peer was faster and connected to us.
+        None if the peer was faster and connected to us.
         """
-        remote = PeerId(to.peer_id)
         deadline_s = self._limits.dial_deadline_s
         more: dict[str, bool] = {"is_lane": True} if is_lane else {}
-        won: list[tuple[Channel, bool]] = []
-        errors: list[ConnectError] = []
         direct = direct_addresses(to.addresses)
         has_relays = len(direct) < len(to.addresses)
         if has_relays and not direct:
-            direct = direct_addresses(self.also_at(remote))
-        all_failed = trio.Event()
+            direct = direct_addresses(self.also_at(PeerId(to.peer_id)))
 
-        async def attempt(address: Address | None, failed: trio.Event) -> None:
-            try:
-                if address is not None:
-                    won.append((await self._transport.dial(address, remote, deadline_s, **more), False))
-                else:
-                    assert self.detour is not None
-                    assert dial is not None
-                    with dial.detour:
-                        won.append((await self.detour.dial(to, deadline_s), True))
-            except ConnectError as error:
-                errors.append(error)
-                failed.set()
-                if len(errors) >= len(direct):
-                    all_failed.set()
-                return
-            nursery.cancel_scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for address in direct:
-                failed = trio.Event()
-                nursery.start_soon(attempt, address, failed)
-                with trio.move_on_after(_STAGGER_S):
-                    await failed.wait()
-            if dial is not None and has_relays and self.detour is not None:
-                if direct:
-                    with trio.move_on_after(_DETOUR_AFTER_S):
-                        await all_failed.wait()
-                nursery.start_soon(attempt, None, trio.Event())
-        for channel, _ in won[1:]:
-            await channel.stream.aclose()
-        if won:
-            return won[0]
-        if dial is not None and dial.done.is_set():
+        async def take_detour() -> Channel | None:
+            assert self.detour is not None
+            assert dial is not None
+            with dial.detour:
+                return await self.detour.dial(to, deadline_s)
             return None
-        raise errors[0] if errors else Unreachable(to, "it can be reached through relays only")
+
+        return await dial_first(
+            to,
+            [functools.partial(self._transport.dial, at, PeerId(to.peer_id), deadline_s, **more) for at in direct],
+            take_detour if dial is not None and has_relays and self.detour is not None else None,
+        )
 
     async def _accept(self, channel: Channel) -> None:
         """The life of a connection that a remote dialled."""
@@ -513,29 +396,13 @@ class Endpoint:
         if self._ban_of(channel.remote) is not None or self._host_bans.is_banned(host, trio.current_time()):
             self._drops["refused-banned"] += 1
             return ByeCode.BANNED
-        if channel.is_lane and not (self._usable(channel.remote) and self._lanes.has_room(channel.remote)):
+        if channel.is_lane and not (self._pool.usable(channel.remote) and self._lanes.has_room(channel.remote)):
             self._drops["full"] += 1
             return ByeCode.FULL
-        inbound = [c for c in self._connections() if not c.is_dialer and not c.is_relayed]
-        group = host_group(channel.origin)
-        from_there = sum(host_group(c.channel.origin) == group for c in inbound)
-        if group != LOOPBACK and from_there >= self._limits.max_inbound_per_host:
-            self._drops["full"] += 1
-            return ByeCode.FULL
-        most = self._limits.max_inbound
-        # Some more while quiet ones say goodbye; not any number, for they may take their time.
-        if len(inbound) >= most and (len(inbound) >= most + 1 + most // 8 or not self._make_room(inbound)):
+        if not self._room.admits(channel.origin):
             self._drops["full"] += 1
             return ByeCode.FULL
         return None
-
-    def _make_room(self, connections: list[Connection]) -> bool:
-        """Says goodbye to the connection that was quiet the longest; False if all are at work."""
-        quiet = [c for c in connections if c.is_quiet and c.is_usable]
-        if not quiet:
-            return False
-        min(quiet, key=lambda c: c.last_active).close(ByeCode.IDLE)
-        return True
 
     def _connection(self, channel: Channel, *, is_dialer: bool, is_relayed: bool = False) -> Connection:
         limits = self._limits.connection
@@ -549,19 +416,9 @@ class Endpoint:
         if is_dialer:
             outbound = [c for c in self._connections() if c.is_dialer]
             if len(outbound) >= self._limits.max_outbound:
-                self._make_room(outbound)
-        siblings = self._pool.setdefault(channel.remote, [])
-        siblings.append(connection)
-        if len(siblings) > self._limits.max_connections_per_peer:
+                close_quietest(outbound)
+        if not self._pool.add(connection):
             self._drops["too-many-connections"] += 1
-            siblings[0].abort(ByeCode.DUPLICATE, "replaced by a newer connection")
-        usable = [c for c in siblings if c.is_usable]
-        if len(usable) > 1 and self.peer_id < channel.remote:
-            kept = self._preferred(usable)
-            for other in usable:
-                # A relayed one that a direct one replaces is left to what is under way on it, and then to its idleness.
-                if other is not kept and other.is_relayed == kept.is_relayed:
-                    other.close(ByeCode.DUPLICATE)
         if (dial := self._dials.pop(channel.remote, None)) is not None:
             dial.end()  # whoever waits for our dial may as well use this one
         return connection
@@ -583,41 +440,16 @@ class Endpoint:
             logger.exception("the connection to %s failed", short(channel.remote))
         finally:
             self._lanes.remove(connection)
-            siblings = self._pool.get(channel.remote, [])
-            if connection in siblings:
-                siblings.remove(connection)
-            if not siblings:
-                self._pool.pop(channel.remote, None)
-            self._closed_one.set()
-            self._closed_one = trio.Event()
+            self._pool.remove(connection)
+            self._room.one_closed()
             self._past_sent += channel.bytes_sent
             self._past_received += channel.bytes_received
 
     def _connections(self) -> list[Connection]:
-        return [connection for siblings in self._pool.values() for connection in siblings] + self._lanes.all()
-
-    def _usable(self, remote: PeerId) -> Connection | None:
-        usable = [c for c in self._pool.get(remote, ()) if c.is_usable]
-        return self._preferred(usable) if usable else None
-
-    def _preferred(self, usable: list[Connection]) -> Connection:
-        """Of several connections to one remote, the one to keep: a direct one if there is any. Both ends come to the
-        same answer."""
-        usable = [c for c in usable if not c.is_relayed] or usable
-        newest = usable[-1]
-        recent = [c for c in usable if newest.since - c.since < _SIMULTANEOUS_S]
-        of_smaller = [c for c in recent if c.is_dialer == (self.peer_id < c.channel.remote)]
-        return (of_smaller or recent)[-1]
+        return self._pool.all() + self._lanes.all()
 
     def _ban_of(self, remote: PeerId) -> Banned | None:
-        ban = self._bans.get(remote)
-        if ban is None:
-            return None
-        until, reason = ban
-        if trio.current_time() >= until:
-            del self._bans[remote]
-            return None
-        return Banned(short(remote), reason)
+        return self._bans.find(remote, trio.current_time())
 
 
 def _too_late(to: Contact, method: Method[Any, Any], deadline_s: float, *, is_connected: bool) -> PeerError:

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import trio
 from swarm_peer.addresses import Contact, parse_address
 from swarm_peer.blobs import BlobExchange, BlobId, BlobParams, BlobStore
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.rpc import Method, Priority
 from swarm_peer.tcp import TlsTransport

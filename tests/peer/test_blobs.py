@@ -27,7 +27,8 @@ from swarm_peer.blob_store import (
     encode_descriptor,
 )
 from swarm_peer.blobs import CHUNK, DESCRIPTOR, BlobExchange, BlobParams, ChunkRequest, DescriptorRequest
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.errors import BlobInvalid, BlobUnavailable, Refusal
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.memory import Link, MemoryNetwork

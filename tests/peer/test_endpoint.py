@@ -13,7 +13,8 @@ import trio
 import trio.testing
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.connection import ConnectionLimits
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.errors import (
     AddressInUse,
     Banned,

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.connection import ConnectionLimits
 from swarm_peer.discovery import FoundRun
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.errors import RecordInvalid, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.members import Digest, MemberTable, Merge

@@ -18,7 +18,8 @@ import pytest
 import trio
 from swarm_peer.addresses import Address, Contact
 from swarm_peer.blobs import BlobExchange, BlobId, BlobParams, BlobStore
-from swarm_peer.endpoint import Endpoint, EndpointLimits
+from swarm_peer.endpoint import Endpoint
+from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.identity import Identity
 from swarm_peer.tcp import TlsTransport
 

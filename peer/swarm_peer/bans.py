@@ -1,4 +1,4 @@
-"""Addresses that are refused for a while because a protocol violation came from there.
+"""Who is refused for a while: peers, and after a protocol violation the addresses where they came from.
 
 A peer id costs nothing to make, so after a violation the address waits too, for less long: behind one address there may
 be many people. Loopback and private addresses are exempt, where "one address" is a household or a laboratory.
@@ -9,9 +9,38 @@ from __future__ import annotations
 from typing import Final
 
 from swarm_peer.addresses import host_group
+from swarm_peer.errors import Banned
+from swarm_peer.identity import PeerId, short
 from swarm_peer.routing import is_local
 
+MAX_PEERS: Final = 4096
 MAX_HOSTS: Final = 4096
+
+
+class PeerBans:
+    """Peers, each until a time and for a reason. Bounded; the oldest ban gives way."""
+
+    def __init__(self) -> None:
+        self._bans: dict[PeerId, tuple[float, str]] = {}
+
+    def ban(self, peer_id: PeerId, reason: str, until: float, now: float) -> None:
+        """Refuses a peer until then. `reason` is printable."""
+        self._bans[peer_id] = (until, reason)
+        if len(self._bans) > MAX_PEERS:
+            self._bans = {who: ban for who, ban in self._bans.items() if ban[0] > now}
+            while len(self._bans) > MAX_PEERS:
+                del self._bans[next(iter(self._bans))]
+
+    def find(self, peer_id: PeerId, now: float) -> Banned | None:
+        """The error for contact with a peer that has to wait."""
+        ban = self._bans.get(peer_id)
+        if ban is None:
+            return None
+        until, reason = ban
+        if now >= until:
+            del self._bans[peer_id]
+            return None
+        return Banned(short(peer_id), reason)
 
 
 class HostBans:

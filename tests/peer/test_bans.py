@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from swarm_peer.host_bans import MAX_HOSTS, HostBans
+from swarm_peer.bans import MAX_HOSTS, HostBans
 from swarm_peer.tcp import AcceptGate, AcceptLimits
 
 
