@@ -1,18 +1,16 @@
 """What each command is called, takes and says about itself. Each turns its arguments into one frozen options object
-and calls the module that does the work, imported only then.
+and calls the module that does the work, imported only then. What several take is in `shared_options`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from swarmtrain.errors import UserError
 from swarmtrain.logfile import open_log
 from swarmtrain.options import (
     DEFAULT_BOOTSTRAP_PORT,
@@ -26,40 +24,30 @@ from swarmtrain.options import (
     JoinOptions,
     MonitorOptions,
     RevokeOptions,
-    download_rate,
-    relay_rate,
-    upload_rate,
 )
 from swarmtrain.patch import patch
-
-F = TypeVar("F", bound=Callable[..., object])
-
-_FILE = click.Path(path_type=Path, dir_okay=False)
-_FOLDER = click.Path(path_type=Path, file_okay=False)
-_ANY_PATH = click.Path(path_type=Path)
-
-
-def _checked(module: str, parser: str) -> Callable[[str], str]:
-    """Returns an option type: text that ``parser`` must accept, its one-line error becoming a usage error."""
-
-    def check(text: str) -> str:
-        try:
-            getattr(importlib.import_module(module), parser)(text)
-        except (ValueError, UserError) as error:
-            raise click.BadParameter(str(error)) from None
-        return text
-
-    return check
-
-
-_ADDRESS = _checked("swarm_peer.addresses", "parse_address")
-_ANNOUNCED = _checked("swarm_peer.addresses", "parse_announced")
-_PEER = _checked("swarmtrain.invite", "parse_entry_point")
-_RUN = _checked("swarmtrain.naming", "parse_run_reference")
-_MULTIADDRS = _checked("swarmtrain.hivemind_bridge.multiaddr", "parse_multiaddrs")
-_INVITE = _checked("swarmtrain.invite", "parse_invite")
-_DURATION = _checked("swarmtrain.durations", "parse_duration")
-_PEER_ID = _checked("swarmtrain.naming", "parse_peer_id_prefix")
+from swarmtrain.shared_options import (
+    ADDRESS,
+    ANY_PATH,
+    DURATION,
+    FILE,
+    FOLDER,
+    INVITE,
+    PEER,
+    PEER_ID,
+    announce,
+    as_json,
+    connect_timeout,
+    finds_a_run,
+    finds_through_hivemind,
+    identity,
+    interface,
+    lan,
+    limits,
+    portmap,
+    require_one_dht,
+    require_one_run,
+)
 
 
 def _call(module: str, function: str, options: CommonOptions) -> object:
@@ -67,142 +55,6 @@ def _call(module: str, function: str, options: CommonOptions) -> object:
     log_file = open_log(options.state, module, verbosity=verbosity)
     work = getattr(importlib.import_module(f"swarmtrain.{module}"), function)
     return work(dataclasses.replace(options, log_file=log_file))
-
-
-# ------------------------------------------------------------------------------------------------ shared options
-
-
-def _finds_a_run(command: F) -> F:
-    """Adds the three ways to say which run is meant, and where to look for it."""
-    command = click.option(
-        "--peer",
-        "peers",
-        type=_PEER,
-        multiple=True,
-        metavar="HOST:PORT",
-        help="Where to look for the run: the bootstrap peer, or any peer of the run. May be given several times; "
-        "PEERID@HOST:PORT also checks who answers.",
-    )(command)
-    command = click.option(
-        "--run-id",
-        "run",
-        type=_RUN,
-        metavar="NAME",
-        help="The run: NAME, NAME@fingerprint where two runs have one name, or the 64-digit run id.",
-    )(command)
-    return click.argument("invite", type=_INVITE, required=False, metavar="[INVITE]")(command)
-
-
-def _finds_through_hivemind(command: F) -> F:
-    """Adds the two options of the optional hivemind bridge."""
-    command = click.option(
-        "--initial-peers",
-        type=_MULTIADDRS,
-        multiple=True,
-        metavar="MULTIADDR",
-        help="Peers of the hivemind DHT, as hivemind-dht prints them. May be given several times.",
-    )(command)
-    return click.option(
-        "--dht",
-        type=click.Choice(["own", "hivemind"]),
-        default="own",
-        show_default=True,
-        help="Where peers find each other. hivemind: through an existing hivemind DHT too; only addresses are learnt "
-        "from it (needs pip install 'swarmtrain[hivemind]').",
-    )(command)
-
-
-_identity = click.option(
-    "--identity",
-    type=_FILE,
-    metavar="FILE",
-    help="Key file of this peer, made if missing. Every process needs one of its own.  "
-    "[default: one in the state folder]",
-)
-_announce = click.option(
-    "--announce",
-    type=_ANNOUNCED,
-    multiple=True,
-    metavar="HOST:PORT",
-    help="Address under which others reach this peer, if it differs from the one it listens on (a router's forwarded "
-    "port, a DNS name). May be given several times; nothing else is told then.",
-)
-_interface = click.option(
-    "--interface",
-    metavar="NAME|ADDRESS",
-    help="Tell others the addresses of this network interface only.  [default: all that may be of use]",
-)
-_connect_timeout = click.option(
-    "--connect-timeout",
-    type=click.FloatRange(1.0, 600.0),
-    default=10.0,
-    show_default=True,
-    envvar="SWARMTRAIN_CONNECT_TIMEOUT",
-    metavar="SECONDS",
-    help="How long one peer may take to answer a first contact; also $SWARMTRAIN_CONNECT_TIMEOUT. More for slow links.",
-)
-
-
-def _limits(command: F) -> F:
-    """Adds how much of the link and of the machine's sockets the peer may use."""
-    command = click.option(
-        "--relay-limit",
-        type=relay_rate,
-        default="10Mbit",
-        show_default=True,
-        metavar="RATE|none",
-        help="What this peer passes on between peers that cannot reach each other, if others can reach it: their "
-        "traffic stays encrypted, and counts in both directions of your link. none relays nothing.",
-    )(command)
-    command = click.option(
-        "--max-connections",
-        type=click.IntRange(8, 100_000),
-        metavar="N",
-        help="Connections to others at most.  [default: what the open files (ulimit -n) allow, 1024 at most]",
-    )(command)
-    command = click.option(
-        "--limit-down",
-        type=download_rate,
-        default="none",
-        show_default=True,
-        metavar="RATE|none",
-        help="The most that transfers take of your download: 50Mbit, 6MB (per second).",
-    )(command)
-    return click.option(
-        "--limit-up",
-        type=upload_rate,
-        default="auto",
-        show_default=True,
-        metavar="auto|RATE|none",
-        help="The most that transfers take of your upload: 17Mbit, 2MB (per second). auto finds out what the uplink "
-        "carries and stays at 85 % of it, so that nothing else on it becomes slow.",
-    )(command)
-
-
-_lan = click.option(
-    "--lan/--no-lan",
-    default=True,
-    help="Find peers in the local network by beacons, and be found.  [default: yes, unless it listens on loopback]",
-)
-_portmap = click.option(
-    "--portmap/--no-portmap",
-    default=True,
-    help="Ask the home router to forward the port, by NAT-PMP, or UPnP with swarmtrain[portmap].  [default: yes]",
-)
-_json = click.option("--json", is_flag=True, help="Print JSON on stdout, for scripts.")
-
-
-def _one_run(invite: str | None, run: str | None) -> None:
-    if (invite is None) == (run is None):
-        raise click.UsageError("Give either an invite link (swarm://…, in quotes) or --run-id NAME --peer HOST:PORT.")
-
-
-def _one_dht(dht: str, initial_peers: tuple[str, ...]) -> None:
-    if (dht == "hivemind") != bool(initial_peers):
-        raise click.UsageError("--dht hivemind and --initial-peers MULTIADDR go together.")
-
-
-# ------------------------------------------------------------------------------------------------ the commands
 
 
 @click.command(
@@ -213,19 +65,19 @@ Examples:
   swarmtrain create run.toml
   swarmtrain create run.toml --peer train.example.org:7766""",
 )
-@click.argument("run_file", type=_FILE, required=False, metavar="RUN.TOML")
+@click.argument("run_file", type=FILE, required=False, metavar="RUN.TOML")
 @click.option("--template", is_flag=True, help="Print a commented run file to start from, and do nothing else.")
-@click.option("--out", type=_FOLDER, default=Path("."), show_default=True, help="Folder for NAME.run and NAME.blobs.")
+@click.option("--out", type=FOLDER, default=Path("."), show_default=True, help="Folder for NAME.run and NAME.blobs.")
 @click.option(
     "--peer",
     "peers",
-    type=_PEER,
+    type=PEER,
     multiple=True,
     metavar="HOST:PORT",
     help="Entry point to put into the invite link. May be given several times.",
 )
-@_identity
-@_json
+@identity
+@as_json
 @click.pass_obj
 def create(obj: dict[str, Any], /, run_file: Path | None, template: bool, **values: Any) -> object:  # noqa: ANN401
     """Sign a run: turn RUN.TOML into a manifest that peers can trust.
@@ -251,32 +103,32 @@ Examples:
   swarmtrain bootstrap my-run.run --announce train.example.org:{DEFAULT_BOOTSTRAP_PORT}
   swarmtrain bootstrap --listen '[::]:9000' --peer other.example.org:{DEFAULT_BOOTSTRAP_PORT}""",
 )
-@click.argument("manifests", type=_FILE, nargs=-1, metavar="[NAME.run]...")
+@click.argument("manifests", type=FILE, nargs=-1, metavar="[NAME.run]...")
 @click.option(
     "--listen",
-    type=_ADDRESS,
+    type=ADDRESS,
     default=f"[::]:{DEFAULT_BOOTSTRAP_PORT}",
     show_default=True,
     metavar="HOST:PORT",
     help="Address to listen on; [::] stands for all, IPv4 and IPv6.",
 )
-@_announce
-@_interface
-@_connect_timeout
-@_limits
-@_lan
-@_portmap
+@announce
+@interface
+@connect_timeout
+@limits
+@lan
+@portmap
 @click.option(
     "--peer",
     "peers",
-    type=_PEER,
+    type=PEER,
     multiple=True,
     metavar="HOST:PORT",
     help="Another bootstrap peer to join. May be given several times.",
 )
-@_finds_through_hivemind
-@_identity
-@_json
+@finds_through_hivemind
+@identity
+@as_json
 @click.pass_obj
 def bootstrap(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     """Be the way in: a small, long-running peer that newcomers contact first.
@@ -284,7 +136,7 @@ def bootstrap(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     Serves the manifests of the runs you name, prints the line that the next person pastes, and trains nothing. Run
     it where others can reach it. A run goes on without it; only newcomers need some peer to start from.
     """
-    _one_dht(values["dht"], values["initial_peers"])
+    require_one_dht(values["dht"], values["initial_peers"])
     return _call("bootstrap", "run_bootstrap", BootstrapOptions(**obj, **values))
 
 
@@ -299,8 +151,8 @@ Examples:
 Ctrl-C says goodbye to the others, saves and leaves; a second Ctrl-C stops at
 once. The others train on either way.""",
 )
-@_finds_a_run
-@_finds_through_hivemind
+@finds_a_run
+@finds_through_hivemind
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda", "mps"]),
@@ -310,29 +162,29 @@ once. The others train on either way.""",
 )
 @click.option(
     "--data",
-    type=_ANY_PATH,
+    type=ANY_PATH,
     multiple=True,
     metavar="PATH",
     help="Your text: a file or a folder (.txt .md .rst .py .jsonl), if the run wants your own. "
     "May be given several times.",
 )
-@click.option("--out", type=_FOLDER, help="Folder for checkpoints and the final model.  [default: runs/NAME]")
+@click.option("--out", type=FOLDER, help="Folder for checkpoints and the final model.  [default: runs/NAME]")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in the --out folder.")
 @click.option(
     "--listen",
-    type=_ADDRESS,
+    type=ADDRESS,
     default="[::]:0",
     show_default=True,
     metavar="HOST:PORT",
     help="Address to listen on; [::] stands for all, IPv4 and IPv6, and port 0 for any free one.",
 )
-@_announce
-@_interface
-@_connect_timeout
-@_limits
-@_lan
-@_portmap
-@_identity
+@announce
+@interface
+@connect_timeout
+@limits
+@lan
+@portmap
+@identity
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads for training.  [default: all]")
 @click.option(
     "--checkpoint-s",
@@ -351,7 +203,7 @@ once. The others train on either way.""",
     metavar="SECONDS",
     help="How long to go on serving weights to others after the last step.",
 )
-@_json
+@as_json
 @click.pass_obj
 def join(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     """Train with the others: find the run, check it, get the weights, train.
@@ -359,8 +211,8 @@ def join(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     The run brings its own model, data recipe and settings. Versions, model, data, disk and memory are checked before
     anything large is fetched.
     """
-    _one_run(values["invite"], values["run"])
-    _one_dht(values["dht"], values["initial_peers"])
+    require_one_run(values["invite"], values["run"])
+    require_one_dht(values["dht"], values["initial_peers"])
     return _call("join", "run_join", JoinOptions(**obj, **values))
 
 
@@ -372,11 +224,11 @@ Examples:
   swarmtrain invite runs/my-run --peer train.example.org:7766 --expires 12h
   swarmtrain invite my-run.run --peer train.example.org:7766 --may-invite""",
 )
-@click.argument("run", type=_ANY_PATH, metavar="RUN")
+@click.argument("run", type=ANY_PATH, metavar="RUN")
 @click.option(
     "--peer",
     "peers",
-    type=_PEER,
+    type=PEER,
     multiple=True,
     required=True,
     metavar="HOST:PORT",
@@ -384,11 +236,11 @@ Examples:
     "given several times.",
 )
 @click.option(
-    "--expires", type=_DURATION, default="7d", show_default=True, metavar="TIME", help="How long the link is good."
+    "--expires", type=DURATION, default="7d", show_default=True, metavar="TIME", help="How long the link is good."
 )
 @click.option(
     "--member-for",
-    type=_DURATION,
+    type=DURATION,
     default="365d",
     show_default=True,
     metavar="TIME",
@@ -396,8 +248,8 @@ Examples:
 )
 @click.option("--uses", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many peers it admits.")
 @click.option("--may-invite", is_flag=True, help="Whoever joins with it may invite others.")
-@_connect_timeout
-@_identity
+@connect_timeout
+@identity
 @click.pass_obj
 def invite(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     """Make an invite link for RUN: the signed NAME.run if you are its creator, else your peer's --out folder.
@@ -414,18 +266,18 @@ def invite(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
 Example:
   swarmtrain revoke my-run.run 1f2e3d4c --peer train.example.org:7766""",
 )
-@click.argument("run", type=_ANY_PATH, metavar="RUN")
-@click.argument("peer_ids", type=_PEER_ID, nargs=-1, required=True, metavar="PEER-ID...")
+@click.argument("run", type=ANY_PATH, metavar="RUN")
+@click.argument("peer_ids", type=PEER_ID, nargs=-1, required=True, metavar="PEER-ID...")
 @click.option(
     "--peer",
     "peers",
-    type=_PEER,
+    type=PEER,
     multiple=True,
     required=True,
     metavar="HOST:PORT",
     help="Peers of the run to tell; they tell the others. May be given several times.",
 )
-@_identity
+@identity
 @click.pass_obj
 def revoke(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     """Put peers out of RUN, with everybody whom they invited. Only the run's creator can.
@@ -444,11 +296,11 @@ Examples:
   swarmtrain monitor --run-id my-run --peer train.example.org:7766
   swarmtrain monitor 'swarm://…' --once --json""",
 )
-@_finds_a_run
-@_connect_timeout
-@_finds_through_hivemind
+@finds_a_run
+@connect_timeout
+@finds_through_hivemind
 @click.option("--once", is_flag=True, help="Print one view and exit.")
-@_json
+@as_json
 @click.option(
     "--interval-s",
     type=click.FloatRange(0.2, 3600.0),
@@ -462,9 +314,16 @@ def monitor(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     """Watch a run: who trains, how far, how well, and what it costs.
 
     Only looks; closing it stops nobody. Use --once or --json for scripts.
+
+    \b
+    v.loss    validation loss, as measured last (twenty times in a run)
+    met       the last partner; ~ at the end: through a relay
+    stale     rounds by which that partner's weights were behind
+    up, down  bytes so far
+    seen      how old the news is
     """
-    _one_run(values["invite"], values["run"])
-    _one_dht(values["dht"], values["initial_peers"])
+    require_one_run(values["invite"], values["run"])
+    require_one_dht(values["dht"], values["initial_peers"])
     return _call("monitor", "run_monitor", MonitorOptions(**obj, **values))
 
 
@@ -476,22 +335,22 @@ Examples:
   swarmtrain doctor --peer train.example.org:7766
   swarmtrain doctor --peer train.example.org:7766 --listen '[::]:7766'""",
 )
-@click.argument("invite", type=_INVITE, required=False, metavar="[INVITE]")
+@click.argument("invite", type=INVITE, required=False, metavar="[INVITE]")
 @click.option(
-    "--peer", "peers", type=_PEER, multiple=True, metavar="HOST:PORT", help="Peer to try. May be given several times."
+    "--peer", "peers", type=PEER, multiple=True, metavar="HOST:PORT", help="Peer to try. May be given several times."
 )
 @click.option(
     "--listen",
-    type=_ADDRESS,
+    type=ADDRESS,
     default="[::]:0",
     show_default=True,
     metavar="HOST:PORT",
     help="Address that others are asked to dial; give the port that you have opened.",
 )
-@_announce
-@_interface
-@_connect_timeout
-@_json
+@announce
+@interface
+@connect_timeout
+@as_json
 @click.pass_obj
 def doctor(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     """Examine the network: which addresses are told to others, whether others can dial this machine, which NAT is
@@ -510,10 +369,10 @@ Examples:
   swarmtrain export --run-id my-run --peer train.example.org:7766
   swarmtrain export --checkpoint runs/my-run --out my-model""",
 )
-@_finds_a_run
-@_connect_timeout
-@click.option("--checkpoint", type=_ANY_PATH, help="Export from this checkpoint folder instead of from live peers.")
-@click.option("--out", type=_FOLDER, help="Folder to write.  [default: exported/NAME]")
+@finds_a_run
+@connect_timeout
+@click.option("--checkpoint", type=ANY_PATH, help="Export from this checkpoint folder instead of from live peers.")
+@click.option("--out", type=FOLDER, help="Folder to write.  [default: exported/NAME]")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -528,7 +387,7 @@ def export(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
     Writes a folder with safetensors weights, config, tokenizer and a model card that says how it was made.
     """
     if values["checkpoint"] is None:
-        _one_run(values["invite"], values["run"])
+        require_one_run(values["invite"], values["run"])
     elif values["invite"] is not None or values["run"] is not None:
         raise click.UsageError("Give either --checkpoint or a run, not both.")
     return _call("export_run", "run_export", ExportOptions(**obj, **values))
@@ -536,7 +395,7 @@ def export(obj: dict[str, Any], /, **values: Any) -> object:  # noqa: ANN401
 
 @click.command(short_help="See it work, on this machine alone.")
 @click.option(
-    "--out", type=_FOLDER, default=Path("swarmtrain-demo"), show_default=True, help="Folder for the exported model."
+    "--out", type=FOLDER, default=Path("swarmtrain-demo"), show_default=True, help="Folder for the exported model."
 )
 @click.option("--steps", type=click.IntRange(1, 100_000), help="Inner steps per peer.  [default: fits 4 minutes]")
 @click.option("--peers", type=click.IntRange(2, 16), default=3, show_default=True, help="Number of training peers.")

@@ -104,7 +104,7 @@ def _table(rows: Iterable[PeerRow]) -> Table:
     table.add_column("peer", no_wrap=True, width=8)
     table.add_column("state", no_wrap=True, width=10)
     table.add_column("step", no_wrap=True, justify="right", width=13)
-    table.add_column("loss", no_wrap=True, justify="right", width=6)
+    table.add_column("v.loss", no_wrap=True, justify="right", width=6)
     table.add_column("tok/s", no_wrap=True, justify="right", width=5)
     table.add_column("met", no_wrap=True, width=8)
     table.add_column("stale", no_wrap=True, justify="right", width=5)

@@ -44,7 +44,7 @@ SNAPSHOT = """\
 reading-group  run c3c3c3c3  watched 1h02m
 2 training, 1 watching, 1 finished, 1 left, 1 lost; together 13.1k tokens/s
 
-peer     state               step   loss tok/s met      stale    up  down  seen
+peer     state               step v.loss tok/s met      stale    up  down  seen
 b0b0b0b0 ▶ training     1.3M/4.0M 12.300   800 -            -     -     -    0s
 a1a1a1a1 ▶ training       120/400  2.346 12.3k b0b0b0b0     0 12.3M  1.0G    3s
 eeeeeeee ○ watching             -      -     - -            -     -     -    0s
