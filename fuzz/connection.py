@@ -30,7 +30,8 @@ from swarm_peer.errors import BlobInvalid, ProtocolError, RecordInvalid
 from swarm_peer.frames import FrameDecoder, FrameType, encode_frame
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.members import Digest
-from swarm_peer.mux import Headed, Mux, Opened, Received
+from swarm_peer.mux import Mux
+from swarm_peer.mux_events import Headed, Opened, Received
 from swarm_peer.records import (
     AgedRecord,
     PeerPayload,

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import trio
-from swarm_peer.memory import Link
+from swarm_peer.memory_stream import Link
 from virtual_swarm import VirtualSwarm, run_virtually
 
 PEERS = 50

@@ -23,7 +23,8 @@ from swarm_peer.endpoint import Endpoint
 from swarm_peer.identity import Identity
 from swarm_peer.kademlia import Kademlia
 from swarm_peer.membership import Membership
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.records import PeerState, RunPayload
 
 from swarmtrain.exchange import Exchanger

@@ -19,8 +19,8 @@ from swarm_peer.errors import Refusal as Refusal
 from swarm_peer.identity import Identity as Identity
 from swarm_peer.identity import PeerId as PeerId
 from swarm_peer.identity import short as short
-from swarm_peer.memory import Link as Link
 from swarm_peer.memory import MemoryNetwork as MemoryNetwork
+from swarm_peer.memory_stream import Link as Link
 from swarm_peer.rpc import Caller as Caller
 from swarm_peer.rpc import Method as Method
 from swarm_peer.rpc import Priority as Priority

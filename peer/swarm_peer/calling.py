@@ -12,7 +12,8 @@ import msgspec
 import trio
 
 from swarm_peer.errors import DeadlineExpired, Disconnected, PeerError, ProtocolError, Refusal
-from swarm_peer.mux import Mux, ResetCode
+from swarm_peer.mux import Mux
+from swarm_peer.mux_events import ResetCode
 from swarm_peer.rpc import MAX_DEADLINE_MS, Method, Priority, ReplyHeader, RequestHeader
 
 _MAX_SHORT_FRAMES_WAITING = 512

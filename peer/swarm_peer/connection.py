@@ -20,18 +20,8 @@ from swarm_peer.addresses import LOOPBACK, host_group
 from swarm_peer.calling import Calls
 from swarm_peer.errors import Disconnected, PeerError, ProtocolError
 from swarm_peer.identity import short
-from swarm_peer.mux import (
-    ByeCode,
-    Ended,
-    Event,
-    Headed,
-    Mux,
-    MuxLimits,
-    Opened,
-    Received,
-    SaidBye,
-    WasReset,
-)
+from swarm_peer.mux import Mux
+from swarm_peer.mux_events import ByeCode, Ended, Event, Headed, MuxLimits, Opened, Received, SaidBye, WasReset
 from swarm_peer.pacing import MIN_OUTPUT_BYTES, Pace, PathDelay
 from swarm_peer.rpc import Method, ReplyHeader, RequestHeader, decode_header
 from swarm_peer.serving import Requests, Shared

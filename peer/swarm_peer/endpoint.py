@@ -36,7 +36,7 @@ from swarm_peer.errors import (
 )
 from swarm_peer.identity import Identity, PeerId, short
 from swarm_peer.lanes import LANE_IDLE_S, Lanes
-from swarm_peer.mux import ByeCode
+from swarm_peer.mux_events import ByeCode
 from swarm_peer.pacing import DownloadLimit, MemoryBudget, UploadLimit
 from swarm_peer.pool import ConnectionPool
 from swarm_peer.relay_entry import direct_addresses

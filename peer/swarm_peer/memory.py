@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVarTuple
 
 import trio
@@ -28,23 +27,13 @@ from swarm_peer.errors import (
     WrongIdentity,
 )
 from swarm_peer.identity import PEER_ID_BYTES, Identity, PeerId
+from swarm_peer.memory_stream import Link, MemoryStream, Pipe
 from swarm_peer.raw import GreetingHandler, RawConnection, receive_exactly
 from swarm_peer.transport import Channel
 
 logger = logging.getLogger("swarm_peer")
 
-_MAX_QUEUED_BYTES = 4 * 1024 * 1024  # like a socket's buffers and the path between them
 _FIRST_PORT = 20000
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How bytes travel from one host to another. `dial_loss` is the share of dials that get no answer."""
-
-    latency_s: float = 0.0
-    jitter_s: float = 0.0
-    dial_loss: float = 0.0
-    bandwidth_bytes_per_s: float | None = None
 
 
 Args = TypeVarTuple("Args")
@@ -63,10 +52,10 @@ class MemoryNetwork:
     ) -> None:
         default = link or Link()
         self._link_of = link_of or (lambda source, target: default)
-        self._rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self._hosts: dict[str, None] = {}
         self._listeners: dict[Address, _Listener] = {}
-        self._pipes: dict[_Pipe, None] = {}
+        self.pipes: dict[Pipe, None] = {}
         self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
         self._silent: set[str] = set()
         self._crashed: set[str] = set()
@@ -106,7 +95,7 @@ class MemoryNetwork:
         self._crashed.add(host)
         for address in [address for address in self._listeners if address.host == host]:
             del self._listeners[address]
-        for pipe in [pipe for pipe in self._pipes if host in (pipe.source, pipe.target)]:
+        for pipe in [pipe for pipe in self.pipes if host in (pipe.source, pipe.target)]:
             pipe.break_off()
 
     def restart(self, host: str) -> None:
@@ -124,7 +113,7 @@ class MemoryNetwork:
         return any((source in a and target in b) or (source in b and target in a) for a, b in self._cuts)
 
     def _wake_all(self) -> None:
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.changed()
 
     async def _dial(self, transport: MemoryTransport, address: Address, *, is_lane: bool) -> tuple[PeerId, _Channel]:
@@ -147,7 +136,7 @@ class MemoryNetwork:
         """Both ends of a new connection: the listener's and the dialer's."""
         here, there = transport.host, address.host
         link = self._link_of(here, there)
-        lost = self._rng.random() < link.dial_loss
+        lost = self.rng.random() < link.dial_loss
         await trio.sleep(2 * round_trips * link.latency_s)
         if here in self._crashed or there not in self._hosts:
             raise Unreachable(address, "no such host" if here not in self._crashed else "this host is down")
@@ -183,10 +172,8 @@ class MemoryNetwork:
         finally:
             self._meetings.pop((local, remote), None)
 
-    def _pipes_between(self, here: str, there: str) -> tuple[_Pipe, _Pipe]:
-        return _Pipe(self, here, there, self._link_of(here, there)), _Pipe(
-            self, there, here, self._link_of(there, here)
-        )
+    def _pipes_between(self, here: str, there: str) -> tuple[Pipe, Pipe]:
+        return Pipe(self, here, there, self._link_of(here, there)), Pipe(self, there, here, self._link_of(there, here))
 
     def _new_port(self) -> int:
         self._next_port += 1
@@ -359,156 +346,3 @@ class _Channel:
     @property
     def bytes_received(self) -> int:
         return self.stream.bytes_received
-
-
-class MemoryStream:
-    """One end of a connection."""
-
-    rtt_s: float | None = None
-
-    def __init__(self, incoming: _Pipe, outgoing: _Pipe) -> None:
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._is_closed = False
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Queues the bytes; waits only while the far end reads too slowly."""
-        if self._is_closed:
-            raise trio.ClosedResourceError
-        await self._outgoing.put(bytes(data))
-        self.bytes_sent += len(data)
-
-    async def wait_send_all_might_not_block(self) -> None:
-        """Waits until the link has taken what was sent before."""
-        await self._outgoing.wait_free()
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """Bytes that have arrived; b"" when the far end has closed."""
-        if self._is_closed:
-            raise trio.ClosedResourceError
-        data = await self._incoming.get(max_bytes)
-        self.bytes_received += len(data)
-        return data
-
-    async def send_eof(self) -> None:
-        """Says that nothing more will be sent."""
-        self._outgoing.end()
-        await trio.lowlevel.checkpoint()
-
-    async def aclose(self) -> None:
-        """Closes at once."""
-        self.close()
-        await trio.lowlevel.checkpoint()
-
-    def close(self) -> None:
-        """As `aclose`, where nothing may wait."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._outgoing.end()
-            self._incoming.stop_reading()
-
-
-class _Pipe:
-    """One direction of a connection."""
-
-    def __init__(self, network: MemoryNetwork, source: str, target: str, link: Link) -> None:
-        self.source = source
-        self.target = target
-        self._network = network
-        self._link = link
-        self._queue: deque[tuple[float, bytes]] = deque()  # arrival time, bytes; b"" is the end
-        self._queued_bytes = 0
-        self._free_at = 0.0
-        self._last_arrival = 0.0
-        self._has_ended = False
-        self._is_broken = False
-        self._nobody_reads = False
-        self._change = trio.Event()
-        network._pipes[self] = None
-
-    def changed(self) -> None:
-        self._change.set()
-        self._change = trio.Event()
-
-    def break_off(self) -> None:
-        self._is_broken = True
-        self._queue.clear()
-        self._forget()
-
-    def end(self) -> None:
-        if not self._is_broken and not self._has_ended:
-            self._has_ended = True
-            self._push(b"")
-
-    def stop_reading(self) -> None:
-        self._nobody_reads = True
-        self._queue.clear()
-        self._queued_bytes = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._network._pipes.pop(self, None)
-        self.changed()
-
-    def _push(self, data: bytes) -> None:
-        now = trio.current_time()
-        if self._link.bandwidth_bytes_per_s is not None:
-            self._free_at = max(now, self._free_at) + len(data) / self._link.bandwidth_bytes_per_s
-        else:
-            self._free_at = now
-        delay_s = self._link.latency_s
-        if self._link.jitter_s:
-            delay_s += self._network._rng.random() * self._link.jitter_s
-        self._last_arrival = max(self._last_arrival, self._free_at + delay_s)
-        self._queue.append((self._last_arrival, data))
-        self._queued_bytes += len(data)
-        self.changed()
-
-    async def put(self, data: bytes) -> None:
-        await trio.lowlevel.checkpoint()
-        while True:
-            if self._is_broken or (self._nobody_reads and not self._network.is_cut(self.source, self.target)):
-                raise trio.BrokenResourceError("the far end is gone")
-            if self._has_ended:
-                raise trio.ClosedResourceError
-            if self._queued_bytes < _MAX_QUEUED_BYTES:
-                self._push(data)
-                return
-            await self._change.wait()
-
-    async def wait_free(self) -> None:
-        await trio.lowlevel.checkpoint()
-        while trio.current_time() < self._free_at and not self._is_broken:
-            with trio.move_on_at(self._free_at):
-                await self._change.wait()
-        while self._queued_bytes >= _MAX_QUEUED_BYTES and not self._is_broken:
-            await self._change.wait()
-
-    async def get(self, max_bytes: int | None) -> bytes:
-        await trio.lowlevel.checkpoint()
-        while True:
-            if self._is_broken:
-                raise trio.BrokenResourceError("the connection was reset")
-            if self._nobody_reads:
-                raise trio.ClosedResourceError
-            if not self._queue or self._network.is_cut(self.source, self.target):
-                await self._change.wait()
-                continue
-            arrival, data = self._queue[0]
-            if arrival > trio.current_time():
-                with trio.move_on_at(arrival):
-                    await self._change.wait()
-                continue
-            if not data:
-                return b""
-            self._queue.popleft()
-            if max_bytes is not None and len(data) > max_bytes:
-                self._queue.appendleft((arrival, data[max_bytes:]))
-                data = data[:max_bytes]
-            was_full = self._queued_bytes >= _MAX_QUEUED_BYTES
-            self._queued_bytes -= len(data)
-            if was_full:
-                self.changed()
-            return data

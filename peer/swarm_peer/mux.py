@@ -21,93 +21,27 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import NamedTuple
 
 from swarm_peer.errors import Disconnected, ProtocolError
 from swarm_peer.frames import MAX_DATA_BYTES, Frame, FrameDecoder, FrameType, encode_frame, encode_header
+from swarm_peer.mux_events import (
+    ByeCode,
+    Ended,
+    Event,
+    Headed,
+    MuxLimits,
+    Opened,
+    Received,
+    ResetCode,
+    SaidBye,
+    WasReset,
+)
 from swarm_peer.pacing import MAX_WINDOW_BYTES, CreditBudget
 from swarm_peer.rpc import Priority
 
 _MAX_STREAM_ID = 2**32 - 1
 _MAX_CREDIT_BYTES = 2**31 - 1
-
-
-class ResetCode(IntEnum):
-    """Why a stream was ended early. Other values on the wire are taken as CANCELLED."""
-
-    CANCELLED = 1
-    DEADLINE = 2
-    OVERSIZED = 3
-    ANSWERED = 4  # the answer is complete; the rest of the request was not needed
-    FAILED = 5  # the handler failed in the middle of its answer
-
-
-class ByeCode(IntEnum):
-    """Why a connection is being closed. Other values on the wire are taken as SHUTDOWN."""
-
-    SHUTDOWN = 0
-    IDLE = 1
-    FULL = 2
-    BANNED = 3
-    DUPLICATE = 4
-    VIOLATION = 5
-
-
-@dataclass(frozen=True, slots=True)
-class MuxLimits:
-    """Bounds of one connection."""
-
-    max_streams: int = 64
-    window_bytes: int = 1024 * 1024
-    keepalive_interval_s: float = 15.0  # below the shortest common NAT timeout of TCP mappings
-    keepalive_timeout_s: float = 45.0
-    max_short_frames: int = 2048
-    resets_per_s: float = 100.0  # opening and resetting in a loop is an attack (CVE-2023-44487)
-    reset_burst: int = 1000
-
-
-class Opened(NamedTuple):
-    """The remote opened a stream."""
-
-    stream_id: int
-    header: bytes
-
-
-class Headed(NamedTuple):
-    """The remote answers a stream of ours."""
-
-    stream_id: int
-    header: bytes
-
-
-class Received(NamedTuple):
-    """Bytes of a body. They count against the window until `grant`."""
-
-    stream_id: int
-    data: bytes
-
-
-class Ended(NamedTuple):
-    """The remote has sent all of its body."""
-
-    stream_id: int
-
-
-class WasReset(NamedTuple):
-    """The remote ended the stream early."""
-
-    stream_id: int
-    code: int
-
-
-class SaidBye(NamedTuple):
-    """The remote will open no more streams, and closes."""
-
-    code: int
-
-
-Event = Opened | Headed | Received | Ended | WasReset | SaidBye
 
 
 class Output(NamedTuple):

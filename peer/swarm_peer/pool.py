@@ -11,7 +11,7 @@ from typing import Final
 
 from swarm_peer.connection import Connection
 from swarm_peer.identity import PeerId
-from swarm_peer.mux import ByeCode
+from swarm_peer.mux_events import ByeCode
 
 # Two connections to the same peer that began within this time come from dialling each other at once; otherwise
 # the older one is what a crashed remote has left behind.

@@ -11,7 +11,7 @@ from swarm_peer.addresses import LOOPBACK, Address, Contact, host_group
 from swarm_peer.connection import Connection
 from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.errors import Unreachable
-from swarm_peer.mux import ByeCode
+from swarm_peer.mux_events import ByeCode
 
 
 class Room:

@@ -13,7 +13,8 @@ import trio
 
 from swarm_peer.errors import ProtocolError, Refusal
 from swarm_peer.identity import PeerId
-from swarm_peer.mux import Mux, ResetCode
+from swarm_peer.mux import Mux
+from swarm_peer.mux_events import ResetCode
 from swarm_peer.pacing import CreditBudget, DownloadLimit, MemoryBudget, UploadLimit
 from swarm_peer.rpc import (
     Handler,

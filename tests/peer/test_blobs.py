@@ -31,7 +31,8 @@ from swarm_peer.endpoint import Endpoint
 from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.errors import BlobInvalid, BlobUnavailable, Refusal
 from swarm_peer.identity import Identity, PeerId
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.pacing import DownloadLimit
 
 MIB = 1024 * 1024

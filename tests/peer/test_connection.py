@@ -15,8 +15,9 @@ from swarm_peer.connection import Connection, ConnectionLimits
 from swarm_peer.errors import DeadlineExpired, Disconnected, PeerError, ProtocolError, Refusal
 from swarm_peer.frames import FrameType, encode_frame
 from swarm_peer.identity import Identity, PeerId
-from swarm_peer.memory import Link, MemoryNetwork
-from swarm_peer.mux import ByeCode, MuxLimits
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
+from swarm_peer.mux_events import ByeCode, MuxLimits
 from swarm_peer.pacing import MemoryBudget
 from swarm_peer.rpc import Method, PartSender, Priority, ReplyHeader, RequestHeader
 from swarm_peer.serving import Registered, Shared

@@ -30,7 +30,8 @@ from swarm_peer.errors import (
 )
 from swarm_peer.frames import FrameType, encode_frame
 from swarm_peer.identity import Identity, PeerId
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.rpc import Method, PartSender, Priority, RequestHeader
 from swarm_peer.tcp import TlsTransport
 from swarm_peer.transport import Channel, Transport

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from swarm_peer.addresses import Contact
 from swarm_peer.errors import ProtocolError
 from swarm_peer.frames import MAX_DATA_BYTES, Frame, FrameDecoder, FrameType, encode_frame
-from swarm_peer.mux import ByeCode, Headed, Mux, MuxLimits, Opened, Received, ResetCode
+from swarm_peer.mux import Mux
+from swarm_peer.mux_events import ByeCode, Headed, MuxLimits, Opened, Received, ResetCode
 from swarm_peer.rpc import (
     Priority,
     ReplyHeader,

@@ -18,7 +18,8 @@ from swarm_peer.endpoint_limits import EndpointLimits
 from swarm_peer.errors import ConnectionRefused, PeerError, RecordInvalid, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.kademlia import Kademlia, KademliaParams
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.records import (
     AgedRecord,
     PeerPayload,

@@ -22,7 +22,8 @@ from swarm_peer.errors import RecordInvalid, Refusal
 from swarm_peer.identity import Identity
 from swarm_peer.members import Digest, MemberTable, Merge
 from swarm_peer.membership import Membership, MembershipParams, Trade, list_members
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.records import (
     AgedRecord,
     PeerPayload,

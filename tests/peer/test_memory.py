@@ -22,7 +22,8 @@ from swarm_peer.errors import (
     WrongIdentity,
 )
 from swarm_peer.identity import Identity
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.rpc import Method
 from swarm_peer.transport import Channel
 

@@ -6,12 +6,12 @@ import struct
 import pytest
 from swarm_peer.errors import Disconnected, ProtocolError
 from swarm_peer.frames import FrameDecoder, FrameType, encode_frame
-from swarm_peer.mux import (
+from swarm_peer.mux import Mux
+from swarm_peer.mux_events import (
     ByeCode,
     Ended,
     Event,
     Headed,
-    Mux,
     MuxLimits,
     Opened,
     Received,

@@ -12,7 +12,8 @@ from swarm_peer.addresses import Address, Contact
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.errors import NotSwarmtrain, Refusal
 from swarm_peer.identity import Identity
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.observing import Observer, observe
 from swarm_peer.probing import PROBE_BYTES, PROBE_S, ProbeServer, look, measure_download, measure_upload
 from swarm_peer.tcp import TlsTransport

@@ -14,7 +14,8 @@ from swarm_peer.addresses import Address, Contact
 from swarm_peer.circuit_table import RelayLimits
 from swarm_peer.errors import ConnectError, PeerError, Refusal
 from swarm_peer.identity import PeerId
-from swarm_peer.memory import Link, MemoryNetwork, Nat
+from swarm_peer.memory import MemoryNetwork, Nat
+from swarm_peer.memory_stream import Link
 from swarm_peer.relay_entry import relay_of
 from swarm_peer.relay_messages import CALL_BACK, INVITE, PUNCH, RESERVE, CallBack, Invitation, Nothing
 

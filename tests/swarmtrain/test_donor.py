@@ -14,7 +14,8 @@ from swarm_peer.blobs import BlobExchange, BlobStore
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.errors import BlobUnavailable, PeerError, Refusal
 from swarm_peer.identity import Identity
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 
 from swarmtrain.donor import (
     GET_SNAPSHOT,

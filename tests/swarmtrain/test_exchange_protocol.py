@@ -18,7 +18,8 @@ from swarm_peer.addresses import Address, Contact
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.errors import BlobUnavailable, Disconnected, PeerError, Refusal
 from swarm_peer.identity import Identity
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 
 from swarmtrain.exchange import MAX_COUNTED_OUTCOMES, Exchanger
 from swarmtrain.exchange_messages import (

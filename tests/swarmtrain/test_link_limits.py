@@ -19,7 +19,7 @@ from swarm_peer.addresses import parse_address
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.frames import FrameDecoder, FrameType
 from swarm_peer.identity import Identity
-from swarm_peer.mux import ByeCode
+from swarm_peer.mux_events import ByeCode
 from swarm_peer.tcp import TlsTransport
 
 from swarmtrain.errors import UserError

@@ -17,7 +17,8 @@ from swarm_peer.endpoint import Endpoint
 from swarm_peer.gated import Gate
 from swarm_peer.identity import Identity, PeerId
 from swarm_peer.interfaces import InterfaceAddress
-from swarm_peer.memory import Link, MemoryNetwork, Nat
+from swarm_peer.memory import MemoryNetwork, Nat
+from swarm_peer.memory_stream import Link
 from swarm_peer.relay_entry import relay_of
 from swarm_peer.routing import RoutingTable
 from swarm_peer.rpc import Method

@@ -11,7 +11,8 @@ from swarm_peer.addresses import Address, Contact
 from swarm_peer.dial_back import DialBack
 from swarm_peer.endpoint import Endpoint
 from swarm_peer.identity import Identity
-from swarm_peer.memory import Link, MemoryNetwork
+from swarm_peer.memory import MemoryNetwork
+from swarm_peer.memory_stream import Link
 from swarm_peer.routing import wide_network_of
 
 from swarmtrain.witnesses import ASKED_AT_MOST, ASKED_AT_ONCE, Candidate, candidates, hear, in_turn
