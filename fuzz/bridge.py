@@ -61,6 +61,6 @@ def _entry_seeds() -> dict[str, bytes]:
 
 
 TARGETS = [
-    Target("hivemind-messages", _decode_messages, (BridgeError,), _message_seeds, mutants=30_000, lines_per_byte=100),
-    Target("hivemind-entry", _decode_entry, (RecordInvalid,), _entry_seeds, mutants=10_000),
+    Target("hivemind-messages", _decode_messages, (BridgeError,), _message_seeds, lines_per_byte=100),
+    Target("hivemind-entry", _decode_entry, (RecordInvalid,), _entry_seeds),
 ]

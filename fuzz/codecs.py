@@ -186,9 +186,9 @@ def _payload_seeds() -> dict[str, bytes]:
 
 
 TARGETS = [
-    Target("patch", _decode_patch, (sc.CodecError,), _patch_seeds, base_bytes=512 * 1024, mutants=60_000),
-    Target("dense", _decode_dense, (sc.CodecError,), _dense_seeds, mutants=40_000),
-    Target("blocks", _decode_blocks, (sc.CodecError,), _block_seeds, mutants=40_000),
-    Target("top-k", _decode_top_k, (sc.CodecError,), _top_k_seeds, mutants=60_000),
-    Target("payload", _decode_payload, (PayloadInvalid,), _payload_seeds, mutants=40_000),
+    Target("patch", _decode_patch, (sc.CodecError,), _patch_seeds, base_bytes=512 * 1024),
+    Target("dense", _decode_dense, (sc.CodecError,), _dense_seeds),
+    Target("blocks", _decode_blocks, (sc.CodecError,), _block_seeds),
+    Target("top-k", _decode_top_k, (sc.CodecError,), _top_k_seeds),
+    Target("payload", _decode_payload, (PayloadInvalid,), _payload_seeds),
 ]

@@ -307,10 +307,10 @@ def _descriptor_seeds() -> dict[str, bytes]:
 
 
 TARGETS = [
-    Target("preamble", _decode_preamble, (ProtocolError,), _preamble_seeds, mutants=40_000),
+    Target("preamble", _decode_preamble, (ProtocolError,), _preamble_seeds),
     Target("frames", _decode_frames, (ProtocolError,), _frame_seeds, lines_per_byte=200),
-    Target("connection", _decode_connection, (ProtocolError,), _frame_seeds, lines_per_byte=400, mutants=60_000),
-    Target("record", _decode_record, (RecordInvalid,), _record_seeds, mutants=50_000),
+    Target("connection", _decode_connection, (ProtocolError,), _frame_seeds, lines_per_byte=400),
+    Target("record", _decode_record, (RecordInvalid,), _record_seeds),
     Target("peer-messages", lambda data: decode_message(_peer_methods(), data), (ProtocolError,), _peer_message_seeds),
     Target("relay-messages", _decode_relay, (ProtocolError,), _relay_seeds),
     Target("descriptor", _decode_descriptor, (BlobInvalid,), _descriptor_seeds),

@@ -60,6 +60,6 @@ def _nat_pmp_seeds() -> dict[str, bytes]:
 
 
 TARGETS = [
-    Target("nat-pmp", _decode_nat_pmp, (NoReply,), _nat_pmp_seeds, mutants=50_000),
+    Target("nat-pmp", _decode_nat_pmp, (NoReply,), _nat_pmp_seeds),
     Target("beacon", _decode_beacon, (NoBeacon,), _beacon_seeds),
 ]

@@ -13,14 +13,12 @@ class Target:
     `decode` takes any bytes and raises nothing but `errors`; that its answer makes sense it asserts itself. `seeds`
     makes valid encodings by name, from which mutants and the corpus come. What one input may cost is bounded:
     Python lines run by `base_lines` and `lines_per_byte`, memory in use at once by `base_bytes` and `bytes_per_byte`.
-    `mutants` is how many inputs the test suite gives it: fewer where one takes long.
     """
 
     name: str
     decode: Callable[[bytes], object]
     errors: tuple[type[Exception], ...]
     seeds: Callable[[], Mapping[str, bytes]]
-    mutants: int = 100_000
     base_lines: int = 2000
     lines_per_byte: float = 20
     base_bytes: int = 64 * 1024

@@ -228,7 +228,7 @@ TARGETS = [
     ),
     Target("status", _decode_status, (), _status_seeds),
     Target("control", _decode_control, (control.ControlError,), _control_seeds, lines_per_byte=100),
-    Target("run-file", _decode_run_file, (UserError,), _manifest_seeds, mutants=60_000),
+    Target("run-file", _decode_run_file, (UserError,), _manifest_seeds),
     Target("invite", _decode_invite, (InviteError,), _invite_seeds, lines_per_byte=50),
     Target("tensor-header", _decode_tensor_header, (TensorFileError,), _tensor_header_seeds, lines_per_byte=100),
 ]
