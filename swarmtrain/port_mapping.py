@@ -78,12 +78,18 @@ class NatPmp:
 
 
 class Upnp:
-    """UPnP by way of miniupnpc, whose calls block, in a thread that is left behind when it takes too long."""
+    """UPnP by way of miniupnpc, whose calls block, in a thread that is left behind when it takes too long.
+
+    A router that was found is kept: to look for one takes seconds, and there are none at the end. With `description`,
+    the URL of a router's description, none is looked for.
+    """
 
     name = "UPnP"
 
-    def __init__(self) -> None:
+    def __init__(self, description: str | None = None) -> None:
+        self._description = description
         self._external: int | None = None
+        self._router: Any = None
 
     async def map_port(self, port: int, lifetime_s: int) -> Mapped:
         mapped: Mapped = await self._in_thread(self._map, port, lifetime_s)
@@ -97,33 +103,44 @@ class Upnp:
             with trio.fail_after(_UPNP_DEADLINE_S):
                 return await trio.to_thread.run_sync(work, *arguments, abandon_on_cancel=True)
         except trio.TooSlowError:
+            self._router = None  # the thread may still be at it
             raise MappingFailed(f"no UPnP answer within {_UPNP_DEADLINE_S:.0f} s") from None
         except ImportError:
             raise MappingFailed("UPnP needs the extra swarmtrain[portmap]") from None
-        except Exception as error:  # miniupnpc raises bare Exceptions, one of them says "Success"
-            raise MappingFailed(f"no UPnP router answers ({error})") from None
 
     def _map(self, port: int, lifetime_s: int) -> Mapped:
-        router = _upnp_router()
-        first = self._external or port
+        if self._router is not None:
+            try:
+                return self._map_at(self._router, port, lifetime_s)
+            except MappingFailed as error:  # it may have started again, on another port
+                logger.info("UPnP: looking for the router again: %s", error)
+        self._router = _upnp_router(self._description)
+        return self._map_at(self._router, port, lifetime_s)
+
+    def _map_at(self, router: Any, port: int, lifetime_s: int) -> Mapped:  # noqa: ANN401
+        try:
+            host = str(ipaddress.IPv4Address(router.externalipaddress()))
+        except Exception:  # miniupnpc raises bare Exceptions; without an address the text is empty
+            raise MappingFailed("the UPnP router has no public address: another NAT is before it, or no link") from None
+        first, failure = self._external or port, ""
         for external in range(first, min(first + _PORTS_TRIED, 65536)):
             try:
-                try:
-                    router.addportmapping(external, "TCP", router.lanaddr, port, "swarmtrain", "", lifetime_s)
-                    granted_s = lifetime_s
-                except TypeError:  # an older miniupnpc, whose mappings last until they are deleted
-                    router.addportmapping(external, "TCP", router.lanaddr, port, "swarmtrain", "")
-                    granted_s = lifetime_s
+                _add_mapping(router, external, port, lifetime_s)
             except Exception as error:
+                failure = str(error)
                 logger.info("UPnP: port %d is not mapped: %s", external, error)
                 continue
             self._external = external
-            return Mapped(Address(router.externalipaddress(), external), granted_s)
-        raise RuntimeError("the router refuses")
+            return Mapped(Address(host, external), lifetime_s)
+        raise MappingFailed(f"the router refuses UPnP: {failure}")
 
     def _unmap(self) -> None:
-        if self._external is not None:
-            _upnp_router().deleteportmapping(self._external, "TCP")
+        if self._external is None or self._router is None:
+            return
+        try:
+            self._router.deleteportmapping(self._external, "TCP")
+        except Exception as error:
+            raise MappingFailed(f"UPnP: {error}") from None
 
 
 def mapping_methods(bound: Sequence[Address], own: Sequence[Judged]) -> list[Method]:
@@ -141,12 +158,37 @@ def mapping_methods(bound: Sequence[Address], own: Sequence[Judged]) -> list[Met
     return methods
 
 
-def _upnp_router() -> Any:  # noqa: ANN401  # miniupnpc has no types
+def _upnp_router(description: str | None) -> Any:  # noqa: ANN401  # miniupnpc has no types
     upnp = importlib.import_module("miniupnpc").UPnP()
     upnp.discoverdelay = _UPNP_DISCOVERY_MS
-    upnp.discover()
-    upnp.selectigd()
+    try:
+        if description is None:
+            upnp.discover()
+            upnp.selectigd()
+        else:
+            upnp.selectigd(description)
+    except Exception:  # a bare one, which says "Success" when nobody answers
+        raise MappingFailed("no UPnP router answers") from None
     return upnp
+
+
+def _add_mapping(router: Any, external: int, port: int, lifetime_s: int) -> None:  # noqa: ANN401
+    mapping = (external, "TCP", router.lanaddr, port, "swarmtrain", "")
+    try:
+        router.addportmapping(*mapping, lifetime_s)
+    except TypeError:  # an older miniupnpc, whose mappings last until they are deleted
+        router.addportmapping(*mapping)
+    except Exception as error:
+        if str(error) != "OnlyPermanentLeasesSupported":  # code 725 of IGD version 1
+            raise
+        router.addportmapping(*mapping, 0)
+
+
+def _is_global(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False
 
 
 class PortMapping:
@@ -196,7 +238,7 @@ class PortMapping:
             except MappingFailed as error:
                 reasons.append(str(error))
                 continue
-            if not (self._private_allowed or ipaddress.ip_address(mapped.address.host).is_global):
+            if not (self._private_allowed or _is_global(mapped.address.host)):
                 # Nobody outside can use it, and it costs the router an entry.
                 self.reason = f"the router's own address {mapped.address.host} is not public: another NAT is before it"
                 return method, None

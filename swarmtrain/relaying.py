@@ -67,6 +67,7 @@ class Relaying:
         self._verified: tuple[Address, ...] = ()
         self._look_again = trio.Event()
         self.verdicts: list[Verdict] = []  # of those who have tried to dial this node last
+        self._tried_port = port  # at which they have: the router may forward another one since
         self._takes_part = takes_part
         self.is_outbound_only = False
         self._is_partial = False  # some can dial it, and some cannot
@@ -108,8 +109,7 @@ class Relaying:
         """Whether others can dial this node, as far as they have tried, with a line for people."""
         if self._is_given:
             return Reach("unknown", None, "announced as asked, and not called in question")
-        port = self._asked_port if self._port is not None else None
-        return judge_reach(port, self._own, self.verdicts, [short(relay) for relay in self.relays])
+        return judge_reach(self._tried_port, self._own, self.verdicts, [short(relay) for relay in self.relays])
 
     def moved(self, own: tuple[Address, ...]) -> None:
         """Takes the addresses that this machine has from now on: it has changed networks."""
@@ -167,13 +167,14 @@ class Relaying:
             self._set_part(is_outbound_only=True)
         elif not self._is_given:
             found = candidates(self._endpoint, self._table.contacts())
-            verdicts = await hear(self._dial_back, found, self._asked_port)
+            port = self._forwarded.port if self._forwarded else self._port
+            verdicts = await hear(self._dial_back, found, port)
             self._has_asked = self._has_asked or bool(verdicts)
             if verdicts:
-                self.verdicts = verdicts
+                self.verdicts, self._tried_port = verdicts, port
                 kind = self.reach.kind
                 self._set_part(is_outbound_only=kind == "outbound-only", is_partial=kind == "partial")
-                self._take_verified(verdicts)
+                self._take_verified(verdicts, port)
         if not (self.is_outbound_only or self._is_partial):
             return True
         with trio.move_on_after(FIRST_RELAY_S):
@@ -189,19 +190,13 @@ class Relaying:
             self._look_again = trio.Event()
             await self.settle()
 
-    def _take_verified(self, verdicts: list[Verdict]) -> None:
+    def _take_verified(self, verdicts: list[Verdict], port: int) -> None:
         """Announces where others did reach us, although this machine does not have that address: a forwarded port."""
-        seen = {Address(v.observed.host, self._asked_port): None for v in verdicts if v.is_reached}
+        seen = {Address(v.observed.host, port): None for v in verdicts if v.is_reached}
         verified = tuple(address for address in seen if not is_local(address.host) and address not in self._own)
         if verified != self._verified:
             self._verified = verified
             self._tell()
-
-    @property
-    def _asked_port(self) -> int:
-        """The port that others are to dial: the router's, if it forwards one."""
-        assert self._port is not None
-        return self._forwarded.port if self._forwarded else self._port
 
     def _set_part(self, *, is_outbound_only: bool, is_partial: bool = False) -> None:
         if (self.is_outbound_only, self._is_partial) == (is_outbound_only, is_partial):

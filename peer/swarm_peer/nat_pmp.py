@@ -24,7 +24,7 @@ MAX_LIFETIME_S: Final = 7 * 24 * 3600
 _RESULTS: Final = {
     1: "unsupported version",
     2: "not authorised (switched off in the router's settings)",
-    3: "network failure: the router itself has no address",
+    3: "network failure: the router itself has no public address",
     4: "out of resources",
     5: "unsupported request",
 }

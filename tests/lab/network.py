@@ -86,8 +86,8 @@ def lab_network(links: Sequence[LinkConfig], *, seed: int = 0) -> Iterator[LabNe
     namespaces = {config.name: f"lab-{tag}-{config.name}" for config in links}
     with ExitStack() as stack:
         for namespace in namespaces.values():
-            _add_namespace(namespace)
-            stack.callback(_delete_namespace, namespace)
+            add_namespace(namespace)
+            stack.callback(delete_namespace, namespace)
         placed = [dataclasses.asdict(dataclasses.replace(c, namespace=namespaces[c.name])) for c in links]
         router = subprocess.Popen(
             [sys.executable, str(_ROUTER), json.dumps({"links": placed, "seed": seed})],
@@ -112,7 +112,7 @@ def reason_to_skip() -> str | None:
         return "the network lab needs the command `ip` (iproute2)"
     namespace = f"lab-{uuid.uuid4().hex[:6]}-try"
     try:
-        _add_namespace(namespace)
+        add_namespace(namespace)
     except (OSError, subprocess.CalledProcessError):
         return "the network lab needs the right to make network namespaces"
     try:
@@ -120,16 +120,18 @@ def reason_to_skip() -> str | None:
     except OSError as error:
         return f"the network lab needs a TUN device: {error.strerror}"
     finally:
-        _delete_namespace(namespace)
+        delete_namespace(namespace)
     return None
 
 
-def _add_namespace(namespace: str) -> None:
+def add_namespace(namespace: str) -> None:
+    """Makes a namespace with its loopback up."""
     subprocess.run(["ip", "netns", "add", namespace], check=True, capture_output=True)
     subprocess.run(["ip", "-n", namespace, "link", "set", "lo", "up"], check=True, capture_output=True)
 
 
-def _delete_namespace(namespace: str) -> None:
+def delete_namespace(namespace: str) -> None:
+    """Removes a namespace, if it is there, with the devices in it."""
     subprocess.run(["ip", "netns", "delete", namespace], check=False, capture_output=True)
 
 

@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import trio
+import trio.testing
 from swarm_peer.addresses import Address
 from swarm_peer.nat_pmp import NatPmpClient
 
-from swarmtrain.port_mapping import MappingFailed, NatPmp, PortMapping, Upnp
+from swarmtrain.port_mapping import Mapped, MappingFailed, NatPmp, PortMapping, Upnp
 
 
 class Responder:
@@ -72,6 +73,33 @@ def test_a_router_behind_another_nat_is_of_no_use_and_says_so() -> None:
         assert changes == []
 
     trio.run(main)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "not-an-address"])
+def test_a_router_that_names_no_address_ends_nothing(host: str) -> None:
+    class Confused:
+        """A router that agrees, and does not know its own address."""
+
+        name = "confused"
+        unmapped = False
+
+        async def map_port(self, port: int, lifetime_s: int) -> Mapped:
+            return Mapped(Address(host, port), lifetime_s)
+
+        async def unmap_port(self, port: int) -> None:
+            self.unmapped = True
+
+    async def main() -> None:
+        changes: list[Address | None] = []
+        router = Confused()
+        mapping = PortMapping(7766, [router], changes.append, retry_s=60)
+        with trio.move_on_after(200):
+            await mapping.run()
+        assert "is not public" in mapping.reason
+        assert changes == []
+        assert router.unmapped
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_without_miniupnpc_upnp_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,26 @@ def test_one_who_gets_through_and_one_who_does_not_make_a_peer_that_is_found_bot
     run(scenario)
 
 
+def test_what_was_found_out_at_one_port_is_not_said_of_another() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=Link(latency_s=0.02))
+        async with (
+            node(network, 1) as (_, public, _),
+            node(network, 2, public) as (home, contact, _),
+            trio.open_nursery() as nursery,
+        ):
+            own = contact.addresses[0]
+            nursery.start_soon(home.settle)
+            await trio.sleep(0.05)
+            # The router's answer comes while others dial the port that this machine listens on.
+            home.forwarded(Address(own.host, own.port + 1))
+            await trio.sleep(5)
+            assert home.reach.at == own
+            assert home.addresses == (own,)
+
+    run(scenario)
+
+
 def test_the_limit_is_a_rate_or_none() -> None:
     assert relay_rate("10Mbit") == 1.25e6
     assert relay_rate("0") == relay_rate("none") == 0.0
