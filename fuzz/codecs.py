@@ -62,20 +62,28 @@ def classed_pair() -> tuple[State, State]:
     return {"wide": (bits + moved).astype(np.uint16)}, base
 
 
-class _Pair:
-    """A pair as a receiver knows it."""
+def history_of_classed_pair() -> State:
+    """The state before that pair's base: most of what changes had moved before, the same way."""
+    rng = np.random.default_rng(15)
+    new, base = classed_pair()
+    moved = np.where(rng.random(4000) < 0.95, new["wide"] - base["wide"], 0)
+    return {"wide": (base["wide"] - moved).astype(np.uint16)}
 
-    def __init__(self, new: State, base: State) -> None:
-        self.new, self.base = new, base
+
+class _Pair:
+    """A pair as a receiver knows it, with the state before the base."""
+
+    def __init__(self, new: State, base: State, history: State | None = None) -> None:
+        self.new, self.base, self.history = new, base, history or base
         self.layout = sc.Layout.of(base)
         self.tag = layout_tag(self.layout)
-        self.base_digest = sc.digest_state(base)
+        self.base_digest, self.history_digest = sc.digest_state(base), sc.digest_state(self.history)
         self.new_hash = sc.state_hash(new)
 
 
 @cache
 def _pairs() -> dict[bytes, _Pair]:
-    pairs = (_Pair(*single_pair()), _Pair(*mixed_pair()), _Pair(*classed_pair()))
+    pairs = (_Pair(*single_pair()), _Pair(*mixed_pair()), _Pair(*classed_pair(), history_of_classed_pair()))
     return {pair.tag: pair for pair in pairs}
 
 
@@ -88,7 +96,14 @@ def _pair_of(data: bytes) -> _Pair:
 def _decode_patch(data: bytes) -> State:
     sc.describe(data)
     pair = _pair_of(data)
-    result = sc.apply_patch(data, pair.base, layout=pair.layout, base_digest=pair.base_digest)
+    result = sc.apply_patch(
+        data,
+        pair.base,
+        layout=pair.layout,
+        base_digest=pair.base_digest,
+        history=pair.history,
+        history_digest=pair.history_digest,
+    )
     assert sc.state_hash(result, pair.layout) == data[_RESULT], "another state than the header says"
     return result
 
@@ -100,6 +115,7 @@ def _patch_seeds() -> dict[str, bytes]:
     seeds["mixed"] = sc.encode_patch(*mixed_pair())
     seeds["moved"] = sc.encode_patch({"only": base["only"] + np.uint16(1)}, base)
     seeds["classed"] = sc.encode_patch(*classed_pair(), level="best")
+    seeds["history"] = sc.encode_patch(*classed_pair(), level="best", history=history_of_classed_pair())
     return seeds
 
 

@@ -39,9 +39,12 @@ def patch() -> None:
 @click.option(
     "--level",
     type=click.Choice(["fast", "default", "best"]),
-    default="default",
-    show_default=True,
-    help="Speed against size.",
+    help='Speed against size: "default", or "best" with --history.',
+)
+@click.option(
+    "--history",
+    type=_FILE,
+    help="The weights before OLD: makes a smaller patch, which needs them again to be applied.",
 )
 @click.option("--absolute", is_flag=True, help="Hold new values: larger, but may be applied twice.")
 @click.option(
@@ -51,20 +54,35 @@ def patch() -> None:
     show_default=True,
     help="Where the two files are compared; the patch is the same.",
 )
-def diff(old: Path, new: Path, output: Path, level: Any, absolute: bool, device: str) -> None:  # noqa: ANN401
+def diff(
+    old: Path,
+    new: Path,
+    output: Path,
+    level: Any,  # noqa: ANN401
+    history: Path | None,
+    absolute: bool,
+    device: str,
+) -> None:
     """Write what turns OLD into NEW, exact to the bit."""
     from swarm_compression import LayoutMismatch, describe
 
     from swarmtrain.durable import write_durably
 
-    with _mapped(old) as (base, base_layout), _mapped(new) as (target, layout):
+    if history and (absolute or level not in (None, "best")):
+        raise click.UsageError("--history goes with --level best, and not with --absolute.")
+    level = level or ("best" if history else "default")
+    with (
+        _mapped(old) as (base, base_layout),
+        _mapped(new) as (target, layout),
+        _mapped_history(history, layout, new) as before,
+    ):
         _require_same_tensors(base_layout, layout, old, new)
         base_digest = _digest(base, layout, f"reading {old}")
         new_digest = _digest(target, layout, f"reading {new}")
         with _bar(layout.elements, "comparing") as advance, _disk_errors(output):
             try:
                 options = {"level": level, "absolute": absolute, "new_digest": new_digest, "base_digest": base_digest}
-                write_durably(output, _compare(base, target, layout, device, on_progress=advance, **options))
+                write_durably(output, _compare(base, target, layout, device, on_progress=advance, **options, **before))
             except LayoutMismatch as error:
                 raise Incompatible(one_line(f"{old} and {new}: {error}")) from None
     info = describe(output.read_bytes())
@@ -77,13 +95,14 @@ def diff(old: Path, new: Path, output: Path, level: Any, absolute: bool, device:
 @patch.command("apply")
 @click.argument("old", type=_FILE)
 @click.argument("patch_file", metavar="PATCH", type=_FILE)
+@click.option("--history", type=_FILE, help="The weights before OLD, if the patch needs them.")
 @click.option("-o", "--output", type=_NEW_FILE, required=True, help="The safetensors file to write.")
-def apply(old: Path, patch_file: Path, output: Path) -> None:
+def apply(old: Path, patch_file: Path, history: Path | None, output: Path) -> None:
     """Apply PATCH to OLD and write the result, verified by its hash.
 
     Header metadata and the order of tensors are OLD's.
     """
-    from swarm_compression import CodecError, LayoutMismatch, WrongBase, apply_patch_in_place
+    from swarm_compression import CodecError, LayoutMismatch, WrongBase, WrongHistory, apply_patch_in_place
 
     from swarmtrain.durable import TEMPORARY_SUFFIX, sync_folder
 
@@ -93,16 +112,26 @@ def apply(old: Path, patch_file: Path, output: Path) -> None:
     try:
         with _disk_errors(output):
             shutil.copyfile(old, temporary)
-        with _mapped(temporary, writable=True) as (state, layout), patch_file.open("rb") as file:
+        with (
+            _mapped(temporary, writable=True) as (state, layout),
+            _mapped_history(history, layout, old) as before,
+            patch_file.open("rb") as file,
+        ):
             data = file.read()
             digest = _digest(state, layout, f"reading {old}")
             try:
                 with _bar(layout.elements, "applying") as advance:
-                    apply_patch_in_place(data, state, layout=layout, base_digest=digest, on_progress=advance)
+                    apply_patch_in_place(data, state, layout=layout, base_digest=digest, on_progress=advance, **before)
             except WrongBase as error:
                 raise Incompatible(
                     f"{patch_file} is made for weights with hash {error.expected.hex()[:16]}; {old} has "
                     f"{error.found.hex()[:16]}: name the file from which the patch was made"
+                ) from None
+            except WrongHistory as error:
+                given = f"; {history} has {error.found.hex()[:16]}" if error.found else ""
+                raise Incompatible(
+                    f"{patch_file} needs the weights before {old} too, with hash {error.expected.hex()[:16]}{given}: "
+                    "name that file with --history"
                 ) from None
             except LayoutMismatch as error:
                 raise Incompatible(one_line(f"{patch_file} does not fit {old}: {error}")) from None
@@ -139,6 +168,7 @@ def info(patch_file: Path, as_json: bool) -> None:
         "patch_bytes": found.encoded_bytes,
         "model_bytes": found.state_bytes,
         "base_hash": found.base_hash.hex() if found.base_hash else None,
+        "needs_history": found.history_hash.hex() if found.history_hash else None,
         "result_hash": found.result_hash.hex(),
     }
     if as_json:
@@ -189,6 +219,17 @@ def _mapped(path: Path, *, writable: bool = False) -> Iterator[tuple[State, Layo
     if writable:
         mapping.flush()
     # The arrays still refer to the mapping; it goes with the last of them.
+
+
+@contextlib.contextmanager
+def _mapped_history(path: Path | None, layout: Layout, beside: Path) -> Iterator[dict[str, Any]]:
+    """Map the weights before the base: the codec's arguments for them, none without a file."""
+    if path is None:
+        yield {}
+        return
+    with _mapped(path) as (state, history_layout):
+        _require_same_tensors(history_layout, layout, path, beside)
+        yield {"history": state, "history_digest": _digest(state, layout, f"reading {path}")}
 
 
 def _require_same_tensors(left: Layout, right: Layout, old: Path, new: Path) -> None:

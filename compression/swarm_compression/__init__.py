@@ -18,6 +18,7 @@ from swarm_compression.errors import (
     NotFinite,
     UnsupportedFormat,
     WrongBase,
+    WrongHistory,
 )
 from swarm_compression.estimate import count_visible, estimate_patch_size
 from swarm_compression.limits import DEFAULT_LIMITS, Limits
@@ -50,6 +51,7 @@ __all__ = [
     "UnsupportedFormat",
     "WeightCodec",
     "WrongBase",
+    "WrongHistory",
     "apply_patch",
     "apply_patch_in_place",
     "count_visible",

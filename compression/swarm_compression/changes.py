@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from swarm_compression.digest import Digest, digest_state
 from swarm_compression.errors import LayoutMismatch
-from swarm_compression.patch import Level, Progress, write_patch
+from swarm_compression.patch import History, Level, Progress, write_patch
 from swarm_compression.spans import SLICE_ELEMENTS, Span
 from swarm_compression.sparse import Piece
 from swarm_compression.tensors import Bits, Layout, State, TensorSpec, check_same_tensors
@@ -37,6 +37,8 @@ def stream_changes(
     absolute: bool = False,
     new_digest: Digest | None = None,
     base_digest: Digest | None = None,
+    history: State | None = None,
+    history_digest: Digest | None = None,
     on_progress: Progress | None = None,
 ) -> Iterator[bytes]:
     """Yield the bytes that `stream_patch` gives for `base` and the state that `changes` make of it.
@@ -59,7 +61,14 @@ def stream_changes(
         return _piece(base_bits[span.tensor], found[span.tensor], span.start, span.stop)
 
     yield from write_patch(
-        layout, new_digest, base_digest, look, level=level, absolute=absolute, on_progress=on_progress
+        layout,
+        new_digest,
+        base_digest,
+        look,
+        level=level,
+        absolute=absolute,
+        history=History.of(history, layout, history_digest),
+        on_progress=on_progress,
     )
 
 

@@ -1,4 +1,4 @@
-"""The CLASSED section: changes coded class by class of old values.
+"""The CLASSED and the RECURRENT section: changes coded class by class of old values, or of these and last steps.
 
 Each class has its own density of changes and its own sizes of steps, so its own entropy codes. Positions are
 ranks among the members of the class, in the order of the section; both sides find the members from the old
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from swarm_compression.acceleration import kernels
 from swarm_compression.container import Section
-from swarm_compression.contexts import ClassIndex, Positions, context_of
+from swarm_compression.contexts import LAST_STEPS, OLD_VALUES, ClassIndex, Contexts, Positions, context_of, contexts_of
 from swarm_compression.errors import CorruptPatch, LimitExceeded
 from swarm_compression.limits import Limits
 from swarm_compression.planes import read_planes, write_planes
@@ -30,6 +30,7 @@ from swarm_compression.tensors import Bits, DType
 from swarm_compression.wire import Reader, varint
 
 MAX_CLASSES = 32
+MAX_CLASSES_OF_LAST_STEPS = 64
 # Above this share of changed members a step for every member is the smaller form.
 _ALL_SHARE = 0.6
 # The compiled loops look at so many elements at once.
@@ -58,6 +59,8 @@ class Slice(Protocol):
     def new_changed(self) -> Bits: ...
     @property
     def base_changed(self) -> Bits: ...
+    @property
+    def history(self) -> Bits | None: ...
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class _Class:
 
 
 def _classes(thresholds: list[int], histogram: NDArray[np.float64]) -> list[_Class]:
-    bounds = [0, *thresholds, 256]
+    bounds = [0, *thresholds, len(histogram)]
     classes = []
     for low, high in itertools.pairwise(bounds):
         part = histogram[low:high]
@@ -91,20 +94,22 @@ def write_classed(
 ) -> bytes:
     """Return the body of a CLASSED section: thresholds, then each class.
 
-    `base_changed` are the old bits of all changed elements of `chunks`.
+    `base_changed` are the old bits of all changed elements of `chunks`. Where `histogram` counts by last steps too, the
+    section is a RECURRENT one, and `chunks` must have a history.
     """
     classes = _classes(thresholds, histogram)
-    inner = np.array(thresholds, np.uint8)
-    class_numbers = np.searchsorted(inner, np.arange(256), side="right").astype(np.uint8)
-    loops = kernels()
+    has_history = len(histogram) > OLD_VALUES
+    inner = np.array(thresholds, _bound_dtype(has_history))
+    class_numbers = np.searchsorted(inner, np.arange(len(histogram)), side="right").astype(np.uint8)
+    loops = None if has_history else kernels()
     if loops:
         _collect_compiled(loops, chunks, base_changed, kind, classes)
         return _write_classes(inner, classes)
     any_ranked = any(group.mode is Mode.CHANGES for group in classes)
     for chunk in chunks:
-        contexts = context_of(chunk.base, kind)
+        contexts = contexts_of(chunk.base, chunk.history if has_history else None, kind)
         if any_ranked:
-            class_of = class_numbers.take(context_of(chunk.base_changed, kind))
+            class_of = class_numbers.take(contexts.take(chunk.positions))
             steps = steps_between(chunk.new_changed, chunk.base_changed, kind)
         for number, group in enumerate(classes):
             index = ClassIndex(contexts, group.low, group.high)
@@ -119,7 +124,11 @@ def write_classed(
     return _write_classes(inner, classes)
 
 
-def _write_classes(inner: NDArray[np.uint8], classes: list[_Class]) -> bytes:
+def _bound_dtype(has_history: bool) -> np.dtype[np.unsignedinteger[Any]]:
+    return np.dtype("<u2" if has_history else "u1")
+
+
+def _write_classes(inner: NDArray[np.unsignedinteger[Any]], classes: list[_Class]) -> bytes:
     body = bytes([inner.size]) + inner.tobytes()
     return body + b"".join(_write_class(group) for group in classes)
 
@@ -222,7 +231,7 @@ class _Decoded:
     at: int = 0
     members: int = 0
 
-    def next_changes(self, contexts: NDArray[np.uint8]) -> tuple[Positions, Bits]:
+    def next_changes(self, contexts: Contexts) -> tuple[Positions, Bits]:
         """Return positions and steps of this class within the next slice."""
         index = ClassIndex(contexts, self.low, self.high)
         if self.mode is Mode.ALL:
@@ -238,10 +247,10 @@ class _Decoded:
         return positions, steps
 
 
-def _apply_classes(classes: list[_Decoded], kind: DType, parts: list[Bits]) -> None:
+def _apply_classes(classes: list[_Decoded], kind: DType, parts: list[Bits], history: list[Bits] | None) -> None:
     """Bring some slices, which are taken as one, to their new values."""
     chunk = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    contexts = context_of(chunk, kind)
+    contexts = contexts_of(chunk, np.concatenate(history) if history else None, kind)
     for decoded in classes:
         if decoded.mode is Mode.UNCHANGED:
             continue
@@ -304,14 +313,22 @@ class _CompiledClasses:
 
 
 def apply_classed(
-    reader: Reader, section: Section, kind: DType, place: tuple[list[Span], list[Bits]], limits: Limits
+    reader: Reader,
+    section: Section,
+    kind: DType,
+    place: tuple[list[Span], list[Bits]],
+    limits: Limits,
+    history: list[Bits] | None = None,
 ) -> None:
-    """Apply a CLASSED section in place; `place` holds the spans and the flat tensors that they index."""
+    """Apply a CLASSED section in place; `place` holds the spans and the flat tensors that they index.
+
+    With `history`, the flat tensors of the state before the base, the section is a RECURRENT one.
+    """
     if not kind.exponent_bits:
         raise CorruptPatch("classes of a tensor without exponents")
-    classes = _read_classes(reader, section, kind, limits)
+    classes = _read_classes(reader, section, kind, limits, has_history=history is not None)
     spans, targets = place
-    loops = kernels() if kind.width < 8 else None
+    loops = kernels() if kind.width < 8 and history is None else None
     if loops:
         compiled = _CompiledClasses(loops, classes, kind)
         for span in spans:
@@ -320,16 +337,21 @@ def apply_classed(
     else:
         for group in _groups(spans):
             parts = [targets[span.tensor][span.start : span.stop] for span in group]
-            _apply_classes(classes, kind, parts)
+            before = [history[span.tensor][span.start : span.stop] for span in group] if history else None
+            _apply_classes(classes, kind, parts, before)
     if any(decoded.at != decoded.steps.size for decoded in classes):
         raise CorruptPatch("more changes than members of a class")
 
 
-def _read_classes(reader: Reader, section: Section, kind: DType, limits: Limits) -> list[_Decoded]:
+def _read_classes(
+    reader: Reader, section: Section, kind: DType, limits: Limits, *, has_history: bool
+) -> list[_Decoded]:
     count = reader.byte()
-    if not 1 <= count < MAX_CLASSES:
+    if not 1 <= count < (MAX_CLASSES_OF_LAST_STEPS if has_history else MAX_CLASSES):
         raise CorruptPatch("impossible number of classes")
-    bounds = [0, *reader.take(count), 256]
+    dtype = _bound_dtype(has_history)
+    inner = np.frombuffer(reader.take(count * dtype.itemsize), dtype)
+    bounds = [0, *inner.tolist(), OLD_VALUES * (LAST_STEPS if has_history else 1)]
     classes = []
     visible, symbols = 0, 0
     for low, high in itertools.pairwise(bounds):

@@ -42,6 +42,7 @@ class Flag(IntFlag):
 
     NONE = 0
     IDEMPOTENT = 1
+    HISTORY = 2
 
 
 class Action(IntEnum):
@@ -58,7 +59,7 @@ class PatchInfo:
 
     Hashes are 32-byte state hashes (`state_hash`); `base_hash` is None where no base is needed. `visible`
     counts the elements that differ from the base (all elements of a coded tensor where there is none);
-    tied tensors count once.
+    tied tensors count once. `history_hash` is that of the state before the base where the patch needs it, else None.
     """
 
     codec: Codec
@@ -71,6 +72,7 @@ class PatchInfo:
     encoded_bytes: int
     result_hash: bytes
     base_hash: bytes | None
+    history_hash: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,17 @@ class Header:
     result_hash: bytes
     base_hash: bytes | None = None
     flags: Flag = Flag.NONE
+    history_hash: bytes | None = None
 
     def encode(self) -> bytes:
+        return self._fixed() + (self.history_hash or b"")
+
+    def _fixed(self) -> bytes:
         return _HEADER.pack(
             MAGIC,
             VERSION,
             self.codec,
-            self.flags,
+            self.flags | (Flag.HISTORY if self.history_hash else Flag.NONE),
             0,
             self.tensors,
             self.state_bytes,
@@ -138,13 +144,16 @@ def read_header(reader: Reader, limits: Limits = DEFAULT_LIMITS) -> Header:
         codec = Codec(codec)
     except ValueError:
         raise UnsupportedFormat(f"unknown codec {codec}") from None
-    if flags & ~Flag.IDEMPOTENT or reserved:
+    if flags & ~(Flag.IDEMPOTENT | Flag.HISTORY) or reserved:
         raise UnsupportedFormat("unknown flags")
+    if flags & Flag.HISTORY and (codec is not Codec.PATCH or flags & Flag.IDEMPOTENT):
+        raise CorruptPatch("a history where none is possible")
     if tensors > limits.max_tensors:
         raise LimitExceeded(f"{tensors} tensors, at most {limits.max_tensors} allowed")
     if state_bytes > limits.max_state_bytes:
         raise LimitExceeded(f"{state_bytes} bytes of state, at most {limits.max_state_bytes} allowed")
-    return Header(codec, tensors, state_bytes, tag, result, None if base == _NO_HASH else base, Flag(flags))
+    history = bytes(reader.take(len(_NO_HASH))) if flags & Flag.HISTORY else None
+    return Header(codec, tensors, state_bytes, tag, result, None if base == _NO_HASH else base, Flag(flags), history)
 
 
 def read_table(reader: Reader, tensors: int) -> Table:
@@ -227,4 +236,5 @@ def describe(data: bytes | memoryview, *, limits: Limits = DEFAULT_LIMITS) -> Pa
         encoded_bytes=len(data),
         result_hash=header.result_hash,
         base_hash=header.base_hash,
+        history_hash=header.history_hash,
     )

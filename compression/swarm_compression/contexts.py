@@ -4,9 +4,14 @@ An update of a given size moves a small weight across a rounding boundary far mo
 old value's exponent therefore tells how likely a change is, and how many units in the last place it spans.
 Elements are put into classes by ranges of a context byte (for BF16 the exponent); positions are counted
 within a class.
+
+Where both sides also hold the state before the old one, its *history*, the last step of an element counts too: what
+moved is likelier to move again, and which way depends on the way it went.
 """
 
 from __future__ import annotations
+
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +20,14 @@ from swarm_compression.steps import steps_between, zigzag
 from swarm_compression.tensors import Bits, DType
 
 Bytes = NDArray[np.uint8]
+Contexts: TypeAlias = NDArray[np.unsignedinteger[Any]]
 Positions = NDArray[np.int64]
 
 SYMBOLS = 64
+OLD_VALUES = 256
+# Groups of last steps: two or more units down, one down, none, one up, two or more up.
+LAST_STEPS = 5
+_FAR = 2
 # What one more class costs beside its symbols: lengths and the tables of its entropy codes, in bits.
 _CLASS_BITS = 1000.0
 # Finding one member by its rank costs about so many times what listing a member does.
@@ -37,13 +47,24 @@ def context_of(bits: Bits, kind: DType) -> Bytes:
     return (bits >> bits.dtype.type(width_bits - 9)).astype(np.uint8)
 
 
+def contexts_of(bits: Bits, history: Bits | None, kind: DType) -> Contexts:
+    """Return the context of each element: `context_of` and, above it, the group of its last step if that is known."""
+    contexts = context_of(bits, kind)
+    if history is None:
+        return contexts
+    steps = steps_between(bits, history, kind).view(f"<i{kind.width}")
+    groups = np.clip(steps, -_FAR, _FAR).astype(np.int16) + np.int16(_FAR)
+    return np.asarray(groups * np.int16(OLD_VALUES) + contexts, np.uint16)
+
+
 class ClassIndex:
     """The elements of one slice whose context lies in `low … high - 1`, for counting and finding them."""
 
     __slots__ = ("_bits", "_mask", "_starts", "size")
 
-    def __init__(self, contexts: Bytes, low: int, high: int) -> None:
-        self._mask = (contexts - np.uint8(low)) < np.uint8(high - low)
+    def __init__(self, contexts: Contexts, low: int, high: int) -> None:
+        number = contexts.dtype.type
+        self._mask = (contexts - number(low)) < number(high - low)
         self._bits: NDArray[np.uint64] | None = None
         if _HAS_BIT_COUNT:
             packed = np.packbits(self._mask, bitorder="little")
@@ -87,7 +108,7 @@ class ClassIndex:
 
 
 def choose_thresholds(histogram: NDArray[np.float64], most: int) -> list[int]:
-    """Cut the 256 contexts into at most `most` ranges so that the coded size is least; return the inner
+    """Cut the contexts into at most `most` ranges so that the coded size is least; return the inner
     bounds.
 
     `histogram` counts elements by context and by folded step (0 = unchanged, larger ones share the last
@@ -124,20 +145,26 @@ def _x_log2_x(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(counts * np.log2(np.maximum(counts, 1e-9)))
 
 
-def context_histogram(base: list[Bits], new_changed: Bits, base_changed: Bits, kind: DType) -> NDArray[np.float64]:
+def context_histogram(
+    base: list[Bits], new_changed: Bits, base_changed: Bits, kind: DType, history: tuple[list[Bits], Bits] | None = None
+) -> NDArray[np.float64]:
     """Estimate the histogram that `choose_thresholds` wants, from a sample of the elements and of the changes.
 
-    `base` are the slices of the section; the other two hold the bits of its changed elements.
+    `base` are the slices of the section; the next two hold the bits of its changed elements. `history` has the same
+    of the state before the base.
     """
+    count = OLD_VALUES * (LAST_STEPS if history else 1)
     elements = sum(part.size for part in base)
     stride = max(elements // _SAMPLE_ELEMENTS, 1)
-    sample = context_of(np.concatenate([_sample(part, stride) for part in base]), kind)
-    population = np.bincount(sample, minlength=256) * (elements / sample.size)
+    before = np.concatenate([_sample(part, stride) for part in history[0]]) if history else None
+    sample = contexts_of(np.concatenate([_sample(part, stride) for part in base]), before, kind)
+    population = np.bincount(sample, minlength=count) * (elements / sample.size)
     every = max(base_changed.size // _SAMPLE_CHANGES, 1)
     old, new = base_changed[::every], new_changed[::every]
     symbols = np.minimum(zigzag(steps_between(new, old, kind)), SYMBOLS - 1).astype(np.int64)
-    flat = np.bincount(context_of(old, kind).astype(np.int64) * SYMBOLS + symbols, minlength=256 * SYMBOLS)
-    histogram = flat.reshape(256, SYMBOLS) * (base_changed.size / old.size)
+    contexts = contexts_of(old, history[1][::every] if history else None, kind)
+    flat = np.bincount(contexts.astype(np.int64) * SYMBOLS + symbols, minlength=count * SYMBOLS)
+    histogram = flat.reshape(count, SYMBOLS) * (base_changed.size / old.size)
     histogram[:, 0] = np.maximum(population - histogram.sum(axis=1), 0)
     return np.asarray(histogram, np.float64)
 

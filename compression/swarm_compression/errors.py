@@ -35,5 +35,18 @@ class WrongBase(CodecError):
         self.found = found
 
 
+class WrongHistory(CodecError):
+    """The patch needs the state before its base too; find that one (or a patch without history) and retry.
+
+    `expected` is the state hash that the patch names, `found` that of the history at hand, None where there is none.
+    """
+
+    def __init__(self, expected: bytes, found: bytes | None) -> None:
+        at_hand = f"state {found.hex()[:16]}… was given" if found else "none was given"
+        super().__init__(f"the patch needs state {expected.hex()[:16]}… as the history of its base, but {at_hand}")
+        self.expected = expected
+        self.found = found
+
+
 class NotFinite(CodecError):
     """A lossy encoder was given NaN or infinity."""

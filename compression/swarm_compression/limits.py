@@ -11,7 +11,8 @@ class Limits:
 
     `max_state_bytes` and `max_tensors` bound the layout, `max_input_bytes` the encoded form, and
     `max_section_symbols` the coded symbols of one section: a decoder's working memory is about 24 bytes per
-    symbol and four bytes per element of the largest tensor slice that a section covers at once.
+    symbol and four bytes per element (a dozen with a history) of the largest tensor slice that a section covers at
+    once.
     """
 
     max_input_bytes: int = 1 << 40

@@ -25,7 +25,7 @@ from swarm_compression.container import (
     read_table,
 )
 from swarm_compression.digest import Digest, digest_state, tensor_hash
-from swarm_compression.errors import CorruptPatch, WrongBase
+from swarm_compression.errors import CorruptPatch, WrongBase, WrongHistory
 from swarm_compression.limits import DEFAULT_LIMITS, Limits
 from swarm_compression.spans import Cursor, Span, slices
 from swarm_compression.sparse import Effort, Pending, Piece, apply_section, compare, write_patch_section
@@ -34,11 +34,13 @@ from swarm_compression.wire import Reader
 
 Level = Literal["fast", "default", "best"]
 Progress = Callable[[int], None]
-EFFORTS = {"fast": Effort(1), "default": Effort(8), "best": Effort(24)}
+EFFORTS = {"fast": Effort(1), "default": Effort(8), "best": Effort(24, history_classes=48)}
 # A section is closed when it holds this many coded symbols or elements: large enough that the tables of the
 # entropy coder weigh nothing, small enough that the working memory does too.
 SECTION_SYMBOLS = 1 << 17
 SECTION_ELEMENTS = 1 << 24
+# With a history there are more classes, hence more tables.
+HISTORY_SYMBOLS = 1 << 19
 # Fewer elements than this do not open a section of their own because they are dense or sparse.
 MIN_SECTION = 4096
 
@@ -52,12 +54,16 @@ def encode_patch(
     absolute: bool = False,
     new_digest: Digest | None = None,
     base_digest: Digest | None = None,
+    history: State | None = None,
+    history_digest: Digest | None = None,
 ) -> bytes:
     """Encode the difference that turns `base` into `new`, without loss.
 
     `layout` is needed only where a NumPy dtype does not tell the kind (see `tensors`). With `absolute` the
     patch holds new values instead of steps: about twice as large, but it may be applied twice or over a
-    half-applied one. Raises LayoutMismatch if the two states differ in names, dtypes or shapes.
+    half-applied one. `history` is the state before `base` and makes the patch smaller, at level "best" only (and not
+    with `absolute`: ValueError); whoever applies the patch then needs it too. Raises LayoutMismatch if the states
+    differ in names, dtypes or shapes.
     """
     return b"".join(
         stream_patch(
@@ -68,6 +74,8 @@ def encode_patch(
             absolute=absolute,
             new_digest=new_digest,
             base_digest=base_digest,
+            history=history,
+            history_digest=history_digest,
         )
     )
 
@@ -81,6 +89,8 @@ def stream_patch(
     absolute: bool = False,
     new_digest: Digest | None = None,
     base_digest: Digest | None = None,
+    history: State | None = None,
+    history_digest: Digest | None = None,
     on_progress: Progress | None = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of `encode_patch` piece by piece; both states must stay unchanged meanwhile.
@@ -99,8 +109,30 @@ def stream_patch(
         return compare(new_bits[span.tensor][part], base_bits[span.tensor][part])
 
     yield from write_patch(
-        layout, new_digest, base_digest, look, level=level, absolute=absolute, on_progress=on_progress
+        layout,
+        new_digest,
+        base_digest,
+        look,
+        level=level,
+        absolute=absolute,
+        history=History.of(history, layout, history_digest),
+        on_progress=on_progress,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The state before a patch's base: its flat tensors in the layout's order, and its hash."""
+
+    bits: list[Bits]
+    state_hash: bytes
+
+    @classmethod
+    def of(cls, state: State | None, layout: Layout, digest: Digest | None) -> History | None:
+        """Check the layout of `state` and hash it, unless `digest` is known. Raises LayoutMismatch."""
+        if state is None:
+            return None
+        return cls(check_same_tensors(state, layout), (digest or digest_state(state, layout)).state_hash)
 
 
 def write_patch(
@@ -111,9 +143,12 @@ def write_patch(
     *,
     level: Level,
     absolute: bool,
+    history: History | None,
     on_progress: Progress | None,
 ) -> Iterator[bytes]:
     """Yield a patch of what `look` finds, which is asked for each slice of the tensors that changed, in order."""
+    if history and (level != "best" or absolute):
+        raise ValueError("a history is for patches of level 'best' that are not absolute")
     table = make_table(layout, new_digest.tensor_hashes, base_digest.tensor_hashes)
     header = Header(
         Codec.PATCH,
@@ -123,18 +158,22 @@ def write_patch(
         new_digest.state_hash,
         base_digest.state_hash,
         Flag.IDEMPOTENT if absolute else Flag.NONE,
+        history.state_hash if history else None,
     )
     yield header.encode() + table.encode()
     effort = dataclasses.replace(EFFORTS[level], absolute=absolute)
+    symbols = HISTORY_SYMBOLS if history else SECTION_SYMBOLS
     pending: Pending | None = None
     for span in slices(layout, table.coded):
         kind = layout[span.tensor].kind
         if on_progress:
             on_progress(span.elements)
         piece = look(span)
+        if history:
+            piece = dataclasses.replace(piece, history=history.bits[span.tensor][span.start : span.stop])
         if pending and (
             pending.kind is not kind
-            or pending.symbols >= SECTION_SYMBOLS
+            or pending.symbols >= symbols
             or pending.elements + span.elements > SECTION_ELEMENTS
             or (min(pending.elements, span.elements) >= MIN_SECTION and not pending.suits(piece))
         ):
@@ -172,15 +211,18 @@ def apply_patch(
     *,
     layout: Layout | None = None,
     base_digest: Digest | None = None,
+    history: State | None = None,
+    history_digest: Digest | None = None,
     limits: Limits = DEFAULT_LIMITS,
 ) -> dict[str, NDArray[Any]]:
     """Return the state that `patch` makes of `base`, which is left as it is.
 
     A base that already is the result is returned as a copy. The result's hash is verified before it is handed
-    out. Raises WrongBase (recoverable: the patch is for another state), LayoutMismatch, LimitExceeded or
-    CorruptPatch; nothing else, whatever the bytes are.
+    out. `history` is the state before `base`; it is looked at only if the patch needs it. Raises WrongBase or
+    WrongHistory (recoverable: the patch is for other states), LayoutMismatch, LimitExceeded or CorruptPatch; nothing
+    else, whatever the bytes are.
     """
-    opened = _Opened.read(patch, base, layout, base_digest, limits)
+    opened = _Opened.read(patch, base, layout, base_digest, limits, history, history_digest)
     result = {spec.name: np.array(base[spec.name], order="C") for spec in opened.layout}
     opened.apply(result, limits)
     return result
@@ -192,17 +234,20 @@ def apply_patch_in_place(
     *,
     layout: Layout | None = None,
     base_digest: Digest | None = None,
+    history: State | None = None,
+    history_digest: Digest | None = None,
     limits: Limits = DEFAULT_LIMITS,
     verify: bool = True,
     on_progress: Progress | None = None,
 ) -> None:
     """Turn `state` into the patch's result without a second copy of it; its arrays must be contiguous and writable.
 
-    Raises what `apply_patch` raises. WrongBase and LayoutMismatch leave the state as it was, but after CorruptPatch
-    or LimitExceeded it may be half changed: work on a copy (a file, say) that can be thrown away. With `verify` off
-    the hash of the result is not compared: do it elsewhere (`describe(patch).result_hash`) before the state is used.
+    Raises what `apply_patch` raises. WrongBase, WrongHistory and LayoutMismatch leave the state as it was, but after
+    CorruptPatch or LimitExceeded it may be half changed: work on a copy (a file, say) that can be thrown away. With
+    `verify` off the hash of the result is not compared: do it elsewhere (`describe(patch).result_hash`) before the
+    state is used.
     """
-    opened = _Opened.read(patch, state, layout, base_digest, limits)
+    opened = _Opened.read(patch, state, layout, base_digest, limits, history, history_digest)
     opened.apply(state, limits, verify=verify, on_progress=on_progress)
 
 
@@ -215,6 +260,7 @@ class _Opened:
     table: Table
     layout: Layout
     digest: Digest
+    history: History | None
 
     @classmethod
     def read(
@@ -224,6 +270,8 @@ class _Opened:
         layout: Layout | None,
         digest: Digest | None,
         limits: Limits,
+        history: State | None,
+        history_digest: Digest | None,
     ) -> _Opened:
         reader = Reader(patch)
         header = read_header(reader, limits)
@@ -236,7 +284,12 @@ class _Opened:
         digest = digest or digest_state(base, layout)
         if digest.state_hash not in (header.base_hash, header.result_hash) and not (header.flags & Flag.IDEMPOTENT):
             raise WrongBase(header.base_hash, digest.state_hash)
-        return cls(reader, header, table, layout, digest)
+        before = None
+        if header.history_hash and digest.state_hash != header.result_hash:
+            before = History.of(history, layout, history_digest)
+            if before is None or before.state_hash != header.history_hash:
+                raise WrongHistory(header.history_hash, before.state_hash if before else None)
+        return cls(reader, header, table, layout, digest, before)
 
     def apply(self, state: State, limits: Limits, *, verify: bool = True, on_progress: Progress | None = None) -> None:
         """Change `state`, which holds the digested base."""
@@ -245,7 +298,8 @@ class _Opened:
             return
         prepare(self.layout.elements)
         targets = [flat_bits(state, spec) for spec in self.layout]
-        apply_sections(self.reader, self.layout, self.table, targets, limits, on_progress)
+        history = self.history.bits if self.history else None
+        apply_sections(self.reader, self.layout, self.table, targets, limits, on_progress, history)
         if not verify:
             return
         try:
@@ -263,12 +317,13 @@ def apply_sections(
     targets: list[Bits],
     limits: Limits,
     on_progress: Progress | None = None,
+    history: list[Bits] | None = None,
 ) -> None:
     """Apply every section to `targets` in place, then the references between tensors."""
     cursor = Cursor(layout, table.coded)
     for section in read_sections(reader):
         kind, spans = cursor.take(section.elements)
-        apply_section(section, kind, spans, targets, limits)
+        apply_section(section, kind, spans, targets, limits, history)
         if on_progress:
             on_progress(section.elements)
     if not cursor.exhausted:

@@ -1,7 +1,8 @@
 """Sections of a patch: which elements changed, and by how much or to what.
 
-Four kinds. SPARSE holds positions and steps (or absolute values, which can be applied twice), CLASSED the
-same per class of old values (see `contexts`), STEPS a step for every element, PLANES every new value.
+Five kinds. SPARSE holds positions and steps (or absolute values, which can be applied twice), CLASSED the
+same per class of old values (see `contexts`), RECURRENT per class of old values and last steps, STEPS a step for
+every element, PLANES every new value.
 """
 
 from __future__ import annotations
@@ -40,25 +41,31 @@ class Kind(IntEnum):
     STEPS = 2
     PLANES = 3
     CLASSED = 4
+    RECURRENT = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What a level spends: the most classes of old values, and whether values are absolute."""
+    """What a level spends: the most classes of old values (and last steps), and whether values are absolute."""
 
     classes: int
+    history_classes: int = 0
     absolute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One slice of both states, with the positions (within the slice) that differ and the bits found there."""
+    """One slice of both states, with the positions (within the slice) that differ and the bits found there.
+
+    `history` is the same slice of the state before the base, where the patch may refer to it.
+    """
 
     new: Bits
     base: Bits
     positions: Positions
     new_changed: Bits
     base_changed: Bits
+    history: Bits | None = None
 
 
 def compare(new: Bits, base: Bits) -> Piece:
@@ -83,7 +90,12 @@ def join(pieces: list[Piece]) -> Piece:
         np.concatenate([piece.positions + start for piece, start in zip(pieces, starts, strict=True)]),
         np.concatenate([piece.new_changed for piece in pieces]),
         np.concatenate([piece.base_changed for piece in pieces]),
+        np.concatenate(histories) if (histories := _histories(pieces)) else None,
     )
+
+
+def _histories(pieces: list[Piece]) -> list[Bits]:
+    return [piece.history for piece in pieces if piece.history is not None]
 
 
 @dataclass(slots=True)
@@ -117,6 +129,14 @@ class Pending:
             np.concatenate([piece.base_changed for piece in self.pieces]),
         )
 
+    def history(self) -> tuple[list[Bits], Bits] | None:
+        """Return the slices of the state before the base, and its bits of all changed elements."""
+        parts = _histories(self.pieces)
+        if not parts:
+            return None
+        changed = [part.take(piece.positions) for part, piece in zip(parts, self.pieces, strict=True)]
+        return parts, np.concatenate(changed)
+
     def chunks(self) -> Iterator[Piece]:
         """Yield the slices, small ones joined to about `SLICE_ELEMENTS`."""
         group: list[Piece] = []
@@ -132,32 +152,47 @@ class Pending:
 
 
 def write_patch_section(pending: Pending, effort: Effort) -> bytes:
-    """Code one section in the form that `effort` allows and the estimate favours."""
-    kind = pending.kind
+    """Code one section in the form that `effort` allows and the estimate favours; with a history, in the smaller one
+    of that and of a RECURRENT section."""
     if pending.visible == 0:
         return write_section(Kind.SPARSE, pending.elements, 0, b"")
+    form, body = _write_without_history(pending, effort)
+    history = pending.history()
+    if history and pending.kind.exponent_bits and pending.visible >= _MIN_CLASSED:
+        recurrent = _write_by_class(pending, effort.history_classes, history)
+        if recurrent and len(recurrent) < len(body):
+            form, body = Kind.RECURRENT, recurrent
+    return write_section(form, pending.elements, pending.visible, body)
+
+
+def _write_without_history(pending: Pending, effort: Effort) -> tuple[Kind, bytes]:
+    kind = pending.kind
     is_dense = pending.visible > DENSE_SHARE * pending.elements
     if not effort.absolute and effort.classes > 1 and kind.exponent_bits and pending.visible >= _MIN_CLASSED:
-        changed = pending.changed()
-        histogram = context_histogram([piece.base for piece in pending.pieces], *changed, kind)
-        thresholds = choose_thresholds(histogram, effort.classes)
-        if thresholds:
-            # Compiled loops take slices of any length; for NumPy small ones are joined.
-            slices = pending.pieces if kernels() else pending.chunks()
-            body = write_classed(slices, changed[1], kind, thresholds, histogram)
-            if not is_dense or len(body) < _plain_bytes(pending):
-                return write_section(Kind.CLASSED, pending.elements, pending.visible, body)
-    form = Kind.SPARSE
-    if is_dense:
-        whole = join(pending.pieces)
-        form, body = Kind.PLANES, write_planes(split_float(whole.new, kind))
-        if not effort.absolute:
-            steps = write_planes(zigzag(steps_between(whole.new, whole.base, kind)))
-            if len(steps) < len(body):
-                form, body = Kind.STEPS, steps
-    else:
-        body = _write_sparse(pending, effort)
-    return write_section(form, pending.elements, pending.visible, body)
+        body = _write_by_class(pending, effort.classes, None)
+        if body and (not is_dense or len(body) < _plain_bytes(pending)):
+            return Kind.CLASSED, body
+    if not is_dense:
+        return Kind.SPARSE, _write_sparse(pending, effort)
+    whole = join(pending.pieces)
+    planes = write_planes(split_float(whole.new, kind))
+    if not effort.absolute:
+        steps = write_planes(zigzag(steps_between(whole.new, whole.base, kind)))
+        if len(steps) < len(planes):
+            return Kind.STEPS, steps
+    return Kind.PLANES, planes
+
+
+def _write_by_class(pending: Pending, classes: int, history: tuple[list[Bits], Bits] | None) -> bytes:
+    """Return the body of a CLASSED section, or of a RECURRENT one; nothing where a single class is best."""
+    changed = pending.changed()
+    histogram = context_histogram([piece.base for piece in pending.pieces], *changed, pending.kind, history)
+    thresholds = choose_thresholds(histogram, classes)
+    if not thresholds:
+        return b""
+    # Compiled loops take slices of any length; for NumPy small ones are joined.
+    slices = pending.pieces if kernels() and not history else pending.chunks()
+    return write_classed(slices, changed[1], pending.kind, thresholds, histogram)
 
 
 def _plain_bytes(pending: Pending) -> float:
@@ -176,8 +211,18 @@ def _write_sparse(pending: Pending, effort: Effort) -> bytes:
     return body + write_steps(steps_between(new, base, pending.kind))
 
 
-def apply_section(section: Section, kind: DType, spans: list[Span], targets: list[Bits], limits: Limits) -> None:
-    """Bring `targets` (flat tensors of the base, indexed as `spans` do) to the new values, in place."""
+def apply_section(
+    section: Section,
+    kind: DType,
+    spans: list[Span],
+    targets: list[Bits],
+    limits: Limits,
+    history: list[Bits] | None = None,
+) -> None:
+    """Bring `targets` (flat tensors of the base, indexed as `spans` do) to the new values, in place.
+
+    `history` are the flat tensors of the state before the base, without which no RECURRENT section is possible.
+    """
     reader = Reader(section.body)
     symbols = section.elements if section.kind in (Kind.STEPS, Kind.PLANES) else section.visible
     if symbols > limits.max_section_symbols:
@@ -187,6 +232,8 @@ def apply_section(section: Section, kind: DType, spans: list[Span], targets: lis
             _apply_sparse(reader, section, kind, spans, targets)
     elif section.kind == Kind.CLASSED:
         apply_classed(reader, section, kind, (spans, targets), limits)
+    elif section.kind == Kind.RECURRENT and history is not None:
+        apply_classed(reader, section, kind, (spans, targets), limits, history)
     elif section.kind in (Kind.STEPS, Kind.PLANES):
         values = read_planes(reader, section.elements, kind.bits_dtype)
         values = unzigzag(values) if section.kind == Kind.STEPS else join_float(values, kind)

@@ -65,6 +65,20 @@ def golden_states() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return new, base
 
 
+def golden_history() -> dict[str, np.ndarray]:
+    """The state before `golden_states`' base: what moves went the same way before, with few exceptions."""
+    rng = random.Random(20260102)
+    new, base = golden_states()
+    history = {name: array.copy() for name, array in base.items()}
+    for name in ("embed", "norm", "half", "single"):
+        old, bits = (state[name].reshape(-1).view(f"<u{base[name].itemsize}") for state in (base, history))
+        moved = new[name].reshape(-1).view(old.dtype) - old
+        kept = np.frombuffer(rng.randbytes(old.size), np.uint8) < 250
+        strayed = np.array([0] * 61 + [1, -1, 3])[np.frombuffer(rng.randbytes(old.size), np.uint8) % 64]
+        bits -= np.where(kept & (moved != 0), moved, strayed.astype(old.dtype))
+    return history
+
+
 def specs_of(state: dict[str, np.ndarray]) -> list[Spec]:
     tags = {"uint16": "bf16", "float16": "f16", "float32": "f32", "bool": "bool", "int64": "i64", "uint8": "u8"}
     specs = [(name, tags[array.dtype.name], array.shape) for name, array in state.items()]
@@ -158,7 +172,13 @@ def unzigzag(z: int) -> int:
     return -(z + 1) // 2 if z & 1 else z // 2
 
 
-def decode_section(kind: int, visible: int, body: In, old: list[int], tag: str) -> list[int]:
+def last_step(old: int, before: int, tag: str) -> int:
+    b = 8 * width(tag)
+    step = (ordered(old, tag) - ordered(before, tag)) % 2**b
+    return step - 2**b if step >> (b - 1) else step
+
+
+def decode_section(kind: int, visible: int, body: In, old: list[int], tag: str, before: list[int] | None) -> list[int]:
     size, new = width(tag), list(old)
     if kind == 1 and visible:
         (form,) = body.take(1)
@@ -173,11 +193,17 @@ def decode_section(kind: int, visible: int, body: In, old: list[int], tag: str) 
         new = [step_up(x, unzigzag(z), tag) for x, z in zip(old, body.planes(len(old), size), strict=True)]
     elif kind == 3:
         new = [unrotate(r, tag) for r in body.planes(len(old), size)]
-    elif kind == 4:
+    elif kind in (4, 5):
         b = 8 * size
         (t,) = body.take(1)
-        bounds = [0, *body.take(t), 256]
         context = [(x << 1) % 2**b >> (b - 8) for x in old]
+        if kind == 4:
+            bounds = [0, *body.take(t), 256]
+        else:
+            assert before is not None
+            bounds = [0, *struct.unpack(f"<{t}H", body.take(2 * t)), 1280]
+            steps = [last_step(x, h, tag) for x, h in zip(old, before, strict=True)]
+            context = [c + 256 * (max(-2, min(step, 2)) + 2) for c, step in zip(context, steps, strict=True)]
         for low, high in itertools.pairwise(bounds):
             members = [p for p, c in enumerate(context) if low <= c < high]
             (mode,) = body.take(1)
@@ -207,26 +233,47 @@ def describe_spec(spec: Spec) -> bytes:
     return struct.pack("<IBB", len(raw), CODES[tag], len(shape)) + raw + struct.pack(f"<{len(shape)}Q", *shape)
 
 
-def naive_decode(data: bytes, specs: list[Spec], base: dict[str, bytes]) -> dict[str, bytes]:
+def state_hash(raw: list[bytes], specs: list[Spec]) -> bytes:
+    whole = blake3(b"swarm-state-1")
+    for content, spec in zip(raw, specs, strict=True):
+        whole.update(describe_spec(spec) + blake3(content).digest())
+    return whole.digest()
+
+
+def integers(state: dict[str, bytes], specs: list[Spec]) -> dict[int, list[int]]:
+    return {n: list(struct.unpack(f"<{len(state[s[0]]) // width(s[1])}{' BH I   Q'[width(s[1])]}", state[s[0]]))
+            for n, s in enumerate(specs)}  # fmt: skip
+
+
+def naive_decode(
+    data: bytes, specs: list[Spec], base: dict[str, bytes], history: dict[str, bytes] | None = None
+) -> dict[str, bytes]:
     reader = In(data)
     assert reader.take(4) == b"SWC\x01"
-    codec, _flags, zero, tensors, state_bytes = struct.unpack("<BBHIQ", reader.take(16))
+    codec, flags, zero, tensors, state_bytes = struct.unpack("<BBHIQ", reader.take(16))
     layout_hash, result, base_hash = reader.take(8), reader.take(32), reader.take(32)
     assert zero == 0
     assert tensors == len(specs)
     assert layout_hash == blake3(b"swarm-layout-1" + b"".join(map(describe_spec, specs))).digest()[:8]
     assert (base_hash == bytes(32)) == (codec == 2)
+    history_hash = reader.take(32) if flags & 2 else None
+    assert (history_hash is None) == (history is None)
     actions = reader.stream(tensors)
     same_as = {n: reader.varint() for n in range(tensors) if actions[n] == 2}
     checks = {n: reader.take(4) for n in range(tensors) if actions[n] == 1}
-    old = {n: list(struct.unpack(f"<{len(base[s[0]]) // width(s[1])}{' BH I   Q'[width(s[1])]}", base[s[0]]))
-           for n, s in enumerate(specs)}  # fmt: skip
+    old = integers(base, specs)
+    before = None
+    if history is not None:
+        assert state_hash([history[spec[0]] for spec in specs], specs) == history_hash
+        before = integers(history, specs)
     run = [(n, p) for n in range(tensors) if actions[n] == 1 for p in range(len(old[n]))]
     new, start = {n: list(values) for n, values in old.items()}, 0
     for kind, elements, visible, body in sections(reader):
         part = run[start : start + elements]
         tag = specs[part[0][0]][1]
-        for (n, p), x in zip(part, decode_section(kind, visible, body, [old[n][p] for n, p in part], tag), strict=True):
+        values = [old[n][p] for n, p in part]
+        last = [before[n][p] for n, p in part] if before else None
+        for (n, p), x in zip(part, decode_section(kind, visible, body, values, tag, last), strict=True):
             new[n][p] = x
         start += elements
     assert start == len(run)
@@ -236,10 +283,7 @@ def naive_decode(data: bytes, specs: list[Spec], base: dict[str, bytes]) -> dict
     assert sum(map(len, raw.values())) == state_bytes
     hashes = {n: blake3(content).digest() for n, content in raw.items()}
     assert all(hashes[n][:4] == check for n, check in checks.items())
-    whole = blake3(b"swarm-state-1")
-    for n, spec in enumerate(specs):
-        whole.update(describe_spec(spec) + hashes[n])
-    assert whole.digest() == result
+    assert state_hash(list(raw.values()), specs) == result
     return {spec[0]: raw[n] for n, spec in enumerate(specs)}
 
 
@@ -249,37 +293,50 @@ def encode_golden(name: str) -> bytes:
         return sc.encode_dense(new)
     if name == "absolute":
         return sc.encode_patch(new, base, absolute=True)
+    if name == "history":
+        return sc.encode_patch(new, base, level="best", history=golden_history())
     return sc.encode_patch(new, base, level="fast" if name == "fast" else "default")
 
 
-@pytest.mark.parametrize("name", ["dense", "fast", "default", "absolute"])
-def test_the_naive_decoder_agrees(name: str) -> None:
+NAMES = ["dense", "fast", "default", "absolute", "history"]
+
+
+def raw_states(name: str) -> tuple[dict[str, bytes], dict[str, bytes], dict[str, bytes] | None]:
+    """The new state, what a decoder of that file starts from, and the history if it needs one."""
     new, base = golden_states()
-    data = (GOLDEN / f"{name}.swc").read_bytes()
-    expected = {tensor: array.tobytes() for tensor, array in new.items()}
     old = {tensor: bytes(array.nbytes) if name == "dense" else array.tobytes() for tensor, array in base.items()}
-    assert naive_decode(data, specs_of(base), old) == expected
-    ours = sc.decode_dense(data, sc.Layout.of(base)) if name == "dense" else sc.apply_patch(data, base)
+    history = {tensor: array.tobytes() for tensor, array in golden_history().items()} if name == "history" else None
+    return {tensor: array.tobytes() for tensor, array in new.items()}, old, history
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_naive_decoder_agrees(name: str) -> None:
+    _, base = golden_states()
+    data = (GOLDEN / f"{name}.swc").read_bytes()
+    expected, old, history = raw_states(name)
+    assert naive_decode(data, specs_of(base), old, history) == expected
+    if name == "dense":
+        ours = sc.decode_dense(data, sc.Layout.of(base))
+    else:
+        ours = sc.apply_patch(data, base, history=golden_history())
     assert {tensor: array.tobytes() for tensor, array in ours.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["dense", "fast", "default", "absolute"])
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_written_today_is_read_by_the_naive_decoder(name: str) -> None:
-    new, base = golden_states()
-    old = {tensor: bytes(array.nbytes) if name == "dense" else array.tobytes() for tensor, array in base.items()}
-    got = naive_decode(encode_golden(name), specs_of(base), old)
-    assert got == {tensor: array.tobytes() for tensor, array in new.items()}
+    expected, old, history = raw_states(name)
+    assert naive_decode(encode_golden(name), specs_of(golden_states()[1]), old, history) == expected
 
 
-def test_the_golden_patch_uses_classes_and_every_kind_of_section() -> None:
+def test_the_golden_patches_use_classes_and_every_kind_of_section() -> None:
     kinds = set()
-    for name in ("dense", "fast", "default", "absolute"):
+    for name in NAMES:
         reader = In((GOLDEN / f"{name}.swc").read_bytes())
-        reader.take(92)
+        reader.take(124 if name == "history" else 92)
         specs = specs_of(golden_states()[0])
         actions = reader.stream(len(specs))
         for _ in range(actions.count(2)):
             reader.varint()
         reader.take(4 * actions.count(1))
         kinds |= {kind for kind, *_ in sections(reader)}
-    assert kinds == {1, 2, 3, 4}
+    assert kinds == {1, 2, 3, 4, 5}

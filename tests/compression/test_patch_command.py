@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click import UsageError
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
@@ -77,6 +78,37 @@ def test_files_with_different_tensors_are_named(files: tuple[Path, Path], tmp_pa
         run("info", tmp_path / "junk")
     with pytest.raises(UserError, match="safetensors"):
         run("diff", tmp_path / "junk", old, "-o", tmp_path / "p.swc")
+
+
+def test_a_patch_with_a_history_needs_it_again(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    weights = rng.standard_normal(20_000).astype(np.float16)
+    drift = np.where(rng.random(20_000) < 0.3, rng.choice([-1, 1], 20_000), 0).astype(np.int16)
+    paths = [tmp_path / f"{n}.safetensors" for n in range(3)]
+    for n, path in enumerate(paths):
+        save_file({"a": (weights.view(np.int16) + np.int16(n) * drift).view(np.float16)}, path)
+    before, old, new = paths
+    out, plain, target = tmp_path / "p.swc", tmp_path / "plain.swc", tmp_path / "again.safetensors"
+    run("diff", old, new, "--history", before, "-o", out)
+    run("diff", old, new, "--level", "best", "-o", plain)
+    assert out.stat().st_size < plain.stat().st_size / 2
+    with pytest.raises(Incompatible, match=r"needs the weights before .*--history"):
+        run("apply", old, out, "-o", target)
+    with pytest.raises(Incompatible, match=r"2\.safetensors has"):
+        run("apply", old, out, "--history", new, "-o", target)
+    assert not target.exists()
+    run("apply", old, out, "--history", before, "-o", target)
+    assert target.read_bytes() == new.read_bytes()
+    rows = [json.loads(run("info", path, "--json")) for path in (out, plain)]
+    assert len(rows[0]["needs_history"]) == 64
+    assert rows[1]["needs_history"] is None
+    for options in (["--level", "fast"], ["--absolute"]):
+        with pytest.raises(UsageError, match="--history goes with"):
+            run("diff", old, new, "--history", before, "-o", out, *options)
+    other = {"a": np.zeros(20_000, np.int16)}
+    save_file(other, tmp_path / "other.safetensors")
+    with pytest.raises(Incompatible, match="tensor 'a'"):
+        run("apply", old, out, "--history", tmp_path / "other.safetensors", "-o", target)
 
 
 def test_an_absolute_patch_may_be_applied_twice(files: tuple[Path, Path], tmp_path: Path) -> None:
