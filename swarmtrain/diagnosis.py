@@ -136,6 +136,8 @@ def render(found: Diagnosis) -> str:
         section("Links", rows)
     rows = [("NAT", _NAT_WORDS[found.nat]), ("dialled from outside", found.reach_line)]
     rows.append(("relays in use", ", ".join(found.relays) or "none"))
+    if found.relays:
+        rows.append(("", "those who ask a relay share it alike; who has had a quarter of its hour stands behind them"))
     if found.router is not None:
         rows.append((f"router {found.router}", found.router_says))
     section("As others see this machine", rows)

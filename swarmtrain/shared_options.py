@@ -122,7 +122,8 @@ def limits(command: F) -> F:
         show_default=True,
         metavar="RATE|none",
         help="What this peer passes on between peers that cannot reach each other, if others can reach it: their "
-        "traffic stays encrypted, and counts in both directions of your link. none relays nothing.",
+        "traffic stays encrypted, and counts in both directions of your link. Those who ask share it alike; who has "
+        "had a quarter of what it carries in an hour stands behind the others. none relays nothing.",
     )(command)
     command = click.option(
         "--max-connections",

@@ -7,29 +7,36 @@ say. A token opens one end of one circuit once, and for a short time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from swarm_peer.addresses import LOOPBACK, Address, host_group
 from swarm_peer.errors import Refusal
 from swarm_peer.identity import PeerId
 from swarm_peer.relay_messages import LEASE_S, TOKEN_BYTES
+from swarm_peer.relay_turns import HOUR_S
 
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
     """What a relay gives to others. Rates count what enters it; the same leaves it again.
 
-    `circuits_per_host` does not hold for loopback.
+    `circuits_per_host` does not hold for loopback. A client that has had `hourly_share` of what the relay can pass in
+    an hour stands behind the others.
     """
 
     bytes_per_s: float = 10e6 / 8
     circuit_bytes_per_s: float | None = None  # None: one circuit may use all that the others leave
+    hourly_share: float = 0.25
     reservations: int = 256
     circuits: int = 32
     circuits_per_host: int = 8
     idle_s: float = 60.0
     join_s: float = 10.0
+
+    @property
+    def client_bytes_per_hour(self) -> float:
+        return self.hourly_share * HOUR_S * self.bytes_per_s
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +50,11 @@ class Circuit:
     joined: list[bool] = field(default_factory=lambda: [False, False])
     is_closed: bool = False
     on_close: Callable[[], None] = lambda: None
+
+    @property
+    def client(self) -> Hashable:
+        """On whose account the bytes go: the host that asked; on loopback, where all are one host, the circuit."""
+        return self.tokens[0] if self.groups[0] == LOOPBACK else self.groups[0]
 
     @property
     def is_complete(self) -> bool:

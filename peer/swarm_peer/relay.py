@@ -7,14 +7,15 @@
     TLS, end to end  <=================================================>  TLS, end to end
 
 It copies bytes between two raw connections. It sees who talks to whom, when and how much; what they say it cannot
-read or change. Every circuit gets the same share of `RelayLimits.bytes_per_s`.
+read or change. Every client, which is the host that asked for a circuit, gets the same share of
+`RelayLimits.bytes_per_s`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import trio
@@ -42,6 +43,7 @@ from swarm_peer.relay_messages import (
     ReserveReply,
     encode_go,
 )
+from swarm_peer.relay_turns import ClientTurns, HourlyQuota, Turns
 from swarm_peer.rpc import Method, Q, R
 from swarm_peer.storage import RateLimiter
 
@@ -80,7 +82,7 @@ class Relay:
         self.may_relay = may_relay
         self._table = CircuitTable(self._limits)
         self._rates = RateLimiter(rate_per_s=1.0, burst=20.0)
-        self._total = Turns(self._limits.bytes_per_s)
+        self._total = ClientTurns(self._limits.bytes_per_s, HourlyQuota(self._limits.client_bytes_per_hour))
         self._piece_bytes = int(min(max(_TURN_S * self._limits.bytes_per_s, _MIN_PIECE_BYTES), _MAX_PIECE_BYTES))
         self._waiting: dict[Circuit, _Meeting] = {}
         self.stats = RelayStats()
@@ -177,7 +179,7 @@ class Relay:
             logger.info("circuit %s opens", _name(circuit))
             self.stats.circuits += 1
             with meeting.scope:
-                await self._splice(meeting, first, second)
+                await self._splice(meeting, circuit.client, first, second)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         finally:
@@ -189,7 +191,7 @@ class Relay:
         meeting.over.set()
         logger.info("circuit %s ends after %d bytes", _name(circuit), meeting.bytes)
 
-    async def _splice(self, meeting: _Meeting, first: RawConnection, second: RawConnection) -> None:
+    async def _splice(self, meeting: _Meeting, client: Hashable, first: RawConnection, second: RawConnection) -> None:
         await first.stream.send_all(encode_go(Go(first.remote, second.remote)))
         await second.stream.send_all(encode_go(Go(second.remote, first.remote)))
         own = Turns(self._limits.circuit_bytes_per_s) if self._limits.circuit_bytes_per_s else None
@@ -199,7 +201,7 @@ class Relay:
 
             async def copy(source: RawStream, target: RawStream) -> None:
                 with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                    await self._copy(meeting, source, target, own)
+                    await self._copy(meeting, client, source, target, own)
                 ended.append(None)
                 # The other direction may still carry a goodbye.
                 nursery.cancel_scope.deadline = trio.current_time() + (_LAST_BYTES_S if len(ended) == 1 else 0)
@@ -208,11 +210,13 @@ class Relay:
             nursery.start_soon(copy, second.stream, first.stream)
             nursery.start_soon(self._end_when_idle, meeting, nursery.cancel_scope)
 
-    async def _copy(self, meeting: _Meeting, source: RawStream, target: RawStream, own: Turns | None) -> None:
+    async def _copy(
+        self, meeting: _Meeting, client: Hashable, source: RawStream, target: RawStream, own: Turns | None
+    ) -> None:
         while data := await source.receive_some(self._piece_bytes):
             if own is not None:
                 await own.take(len(data))
-            await self._total.take(len(data))
+            await self._total.take(client, len(data))
             await target.send_all(data)
             meeting.moved_at = trio.current_time()
             meeting.bytes += len(data)
@@ -234,21 +238,6 @@ class _Meeting:
     over: trio.Event = field(default_factory=trio.Event)
     moved_at: float = 0.0
     bytes: int = 0
-
-
-class Turns:
-    """A rate shared by many: who waits gets one turn each, in order, so that all get the same."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-        self._order = trio.Lock()
-
-    async def take(self, size_bytes: int) -> None:
-        """Waits until so many bytes more may pass."""
-        async with self._order:
-            await trio.sleep_until(self._free_at)
-            self._free_at = max(self._free_at, trio.current_time()) + size_bytes / self._bytes_per_s
 
 
 def _name(circuit: Circuit) -> str:

@@ -72,6 +72,18 @@ def test_circuits_are_bounded_in_all_and_per_host_at_either_end() -> None:
         table.open((peer(number), loopback), (peer(number + 10), loopback), 0.0)
 
 
+def test_bytes_go_on_the_account_of_the_host_that_asked() -> None:
+    table = CircuitTable(RelayLimits())
+    here = Address("8.8.4.4", 1)
+    first, second = (table.open((peer(n), here), at(n + 10), 0.0) for n in (1, 2))
+    assert first.client == second.client
+    assert table.open(at(20), (peer(3), here), 0.0).client != first.client
+    loopback = Address("127.0.0.1", 1)
+    first, second = (table.open((peer(n), loopback), (peer(n + 1), loopback), 0.0) for n in (30, 32))
+    assert first.client != second.client
+    assert RelayLimits(bytes_per_s=1.25e6).client_bytes_per_hour == 1.125e9
+
+
 def test_reservations_end_unless_renewed_and_make_room() -> None:
     table = CircuitTable(RelayLimits(reservations=2))
     table.reserve(peer(1), 0.0)

@@ -246,6 +246,36 @@ def test_circuits_share_the_relay_s_rate_alike() -> None:
     run(scenario)
 
 
+def test_a_peer_with_three_circuits_gets_no_more_of_the_relay_than_one_with_one() -> None:
+    async def scenario() -> None:
+        network = MemoryNetwork(link=LINK)
+        done: dict[bytes, float] = {}
+        async with AsyncExitStack() as stack:
+            public = await stack.enter_async_context(peer(network, 1, limits=RelayLimits(bytes_per_s=100_000)))
+            one, busy, *others = [
+                await stack.enter_async_context(peer(network, n, nat="symmetric", relays=lambda: [public.contact]))
+                for n in range(2, 8)
+            ]
+            for home in (one, busy, *others):
+                await reserved(home)
+
+            async def send(here: Peer, there: Peer) -> None:
+                await here.endpoint.call(there.contact, ECHO, b"")
+                began = trio.current_time()
+                await here.endpoint.call(there.contact, ECHO, bytes(250_000), deadline_s=60)
+                done[there.id] = trio.current_time() - began
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(send, one, others[0])
+                for other in others[1:]:
+                    nursery.start_soon(send, busy, other)
+        # 250 kB there and back at half of the rate, and then the other three.
+        assert 9.0 < done[others[0].id] < 12.0
+        assert all(18.0 < done[other.id] < 22.0 for other in others[1:])
+
+    run(scenario)
+
+
 def test_one_circuit_can_be_kept_below_the_relay_s_rate() -> None:
     async def scenario() -> None:
         network = MemoryNetwork(link=LINK)
