@@ -361,7 +361,7 @@ def test_a_single_holder_whose_connections_break_now_and_then_is_enough() -> Non
 
         def break_off(done: int, total: int) -> None:
             if breaks.pop(done // MIN_CHUNK_BYTES, False):
-                for pipe in list(fleet.network._pipes):
+                for pipe in list(fleet.network.pipes):
                     pipe.break_off()
 
         data = await exchange.fetch(BLOB, fleet.holders, max_size_bytes=4 * MIB, deadline_s=60, progress=break_off)
