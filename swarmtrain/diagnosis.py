@@ -62,7 +62,7 @@ class SavedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All findings. `router` is the private default router, `router_says` what it answers to NAT-PMP."""
+    """All findings. `router` is the private default router, `router_says` what it answers to NAT-PMP or UPnP."""
 
     addresses: tuple[OwnAddress, ...] = ()
     listens_on: tuple[str, ...] = ()

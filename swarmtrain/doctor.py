@@ -22,6 +22,7 @@ from swarmtrain.errors import ExitCode
 from swarmtrain.invite import EntryPoint, parse_entry_point, parse_invite
 from swarmtrain.node import Node, NodeConfig, judge_interfaces, open_node
 from swarmtrain.options import DoctorOptions
+from swarmtrain.port_mapping import MappingFailed, Upnp
 from swarmtrain.progress import Progress
 from swarmtrain.reachability import nat_kind
 from swarmtrain.saved_peers import all_saved
@@ -137,8 +138,11 @@ async def _ends(node: Node, addresses: Sequence[Address]) -> list[tuple[Address,
 
 async def _ask_router(router: str) -> str:
     try:
-        host = await NatPmpClient(router).external_host()
+        way, host = "NAT-PMP", await NatPmpClient(router).external_host()
     except NatPmpError as error:
-        return str(error)
+        try:
+            way, host = "UPnP", await Upnp().external_host()
+        except MappingFailed as failure:
+            return f"{error}; {failure}"
     public = "public" if ipaddress.ip_address(host).is_global else "not public: another NAT is before it"
-    return f"answers NAT-PMP; its own address is {host} ({public})"
+    return f"answers {way}; its own address is {host} ({public})"

@@ -98,6 +98,11 @@ class Upnp:
     async def unmap_port(self, port: int) -> None:
         await self._in_thread(self._unmap)
 
+    async def external_host(self) -> str:
+        """Returns the router's address on its far side. Raises `MappingFailed`."""
+        host: str = await self._in_thread(self._find)
+        return host
+
     async def _in_thread(self, work: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         try:
             with trio.fail_after(_UPNP_DEADLINE_S):
@@ -114,14 +119,15 @@ class Upnp:
                 return self._map_at(self._router, port, lifetime_s)
             except MappingFailed as error:  # it may have started again, on another port
                 logger.info("UPnP: looking for the router again: %s", error)
-        self._router = _upnp_router(self._description)
+        self._find()
         return self._map_at(self._router, port, lifetime_s)
 
+    def _find(self) -> str:
+        self._router = _upnp_router(self._description)
+        return _external_host(self._router)
+
     def _map_at(self, router: Any, port: int, lifetime_s: int) -> Mapped:  # noqa: ANN401
-        try:
-            host = str(ipaddress.IPv4Address(router.externalipaddress()))
-        except Exception:  # miniupnpc raises bare Exceptions; without an address the text is empty
-            raise MappingFailed("the UPnP router has no public address: another NAT is before it, or no link") from None
+        host = _external_host(router)
         first, failure = self._external or port, ""
         for external in range(first, min(first + _PORTS_TRIED, 65536)):
             try:
@@ -170,6 +176,13 @@ def _upnp_router(description: str | None) -> Any:  # noqa: ANN401  # miniupnpc h
     except Exception:  # a bare one, which says "Success" when nobody answers
         raise MappingFailed("no UPnP router answers") from None
     return upnp
+
+
+def _external_host(router: Any) -> str:  # noqa: ANN401
+    try:
+        return str(ipaddress.IPv4Address(router.externalipaddress()))
+    except Exception:  # miniupnpc raises bare Exceptions; without an address the text is empty
+        raise MappingFailed("the UPnP router has no public address: another NAT is before it, or no link") from None
 
 
 def _add_mapping(router: Any, external: int, port: int, lifetime_s: int) -> None:  # noqa: ANN401

@@ -103,6 +103,39 @@ def test_a_router_that_refuses_upnp_says_why(lab: HomeRouter) -> None:
         heard(peer, "why", "the router refuses UPnP: Action not authorized")
 
 
+def examined(lab: HomeRouter, folder: Path) -> dict[str, Any]:
+    """What `swarmtrain doctor` finds at home, with the two witnesses as entry points."""
+    command = [sys.executable, "-m", "swarmtrain", "--state", str(folder), "doctor", "--json"]
+    command += ["--listen", f"0.0.0.0:{PORT}", "--peer", f"{PROVIDER}:{PORT}", "--peer", f"{FAR}:{PORT}"]
+    found: dict[str, Any] = json.loads(lab.run("home", *command))
+    return found
+
+
+@pytest.mark.parametrize("way", ["NAT-PMP", "UPnP"])
+def test_the_doctor_tells_what_the_router_answers(lab: HomeRouter, tmp_path: Path, way: str) -> None:
+    if way == "UPnP":
+        require_upnp()
+    with lab.daemon(nat_pmp=way == "NAT-PMP", upnp=way == "UPnP"), program(lab, "provider"):
+        found = examined(lab, tmp_path)
+    assert found["router_says"] == f"answers {way}; its own address is {ROUTER_WAN} (public)"
+    assert found["reach"] == "outbound-only"
+
+
+def test_a_port_forwarded_for_one_network_is_half_open_and_for_both_it_is_sure(lab: HomeRouter, tmp_path: Path) -> None:
+    def forward_from(source: str) -> None:
+        forward = f"ip saddr {source} tcp dport {PORT} dnat ip to 192.168.1.2:{PORT}"
+        lab.run("router", "nft", "add", "rule", "inet", "filter", "prerouting", *forward.split())
+        lab.run("router", "nft", "add", "rule", "inet", "filter", "forward", "ip", "saddr", source, "accept")
+
+    with lab.daemon(nat_pmp=True, upnp=False), program(lab, "provider"), program(lab, "far"):
+        forward_from(PROVIDER)
+        found = examined(lab, tmp_path)
+        assert found["reach"] == "partial"
+        assert f"1 peer gets through at {ROUTER_WAN}:{PORT}, 1 peer does not" in found["reach_line"]
+        forward_from(FAR)
+        assert examined(lab, tmp_path)["reach_line"] == f"reachable at {ROUTER_WAN}:{PORT}"
+
+
 def test_a_router_without_a_public_address_says_so(lab: HomeRouter) -> None:
     lab.run("router", "ip", "address", "add", "100.64.1.2/24", "dev", "wan0")
     lab.run("router", "ip", "address", "delete", f"{ROUTER_WAN}/24", "dev", "wan0")
