@@ -5,7 +5,7 @@
 Trains a 10M-parameter language model (FP32 master weights, BF16 snapshots) on the source text of Python's standard
 library, then goes on from the same point with each learning rate and takes snapshots after 1, 8 and 50 steps. What is
 measured are the differences between those snapshots, and after 1 and 8 steps the next such difference too, with the
-history that both sides then have. One thread; a quarter of an hour (`--quick`: five minutes).
+history that both sides then have. One thread; nine minutes (`--quick`: five).
 
 Rivals, each written in a few lines below, as other public systems do it:
     int32 + values          raw positions and new values (verl, vLLM, TRL): 6 bytes per change
