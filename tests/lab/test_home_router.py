@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from lab.home_router import FAR, PROVIDER, ROUTER_LAN, ROUTER_WAN, HomeRouter, h
 _PROGRAM = str(Path(__file__).with_name("mapped_peer.py"))
 PORT = 7766
 LIFETIME_S = 4
+DEADLINE_S = 90.0
 
 
 @pytest.fixture
@@ -44,22 +46,25 @@ def require_upnp() -> None:
 def program(lab: HomeRouter, name: str, **config: Any) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, _PROGRAM, json.dumps({"listen": f"0.0.0.0:{PORT}", **config})]
     process = lab.popen(name, command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    watchdog = threading.Timer(DEADLINE_S, process.kill)
+    watchdog.start()
     try:
-        heard(process, "ready", "")
+        heard(process, ready="True")
         yield process
     finally:
+        watchdog.cancel()
         process.kill()
         process.communicate()
 
 
-def heard(process: subprocess.Popen[str], key: str, words: str) -> dict[str, Any]:
-    """The next line in which `key` has these words."""
+def heard(process: subprocess.Popen[str], **words: str) -> dict[str, Any]:
+    """The next line in which each of these keys has these words. Ends at the latest when the program is killed."""
     assert process.stdout is not None
     for line in process.stdout:
         said: dict[str, Any] = json.loads(line)
-        if words in str(said.get(key, "")) and key in said:
+        if all(text in str(said.get(key, "")) for key, text in words.items()):
             return said
-    raise AssertionError(f"the program has ended without {words!r}")
+    raise AssertionError(f"the program has ended without {words}")
 
 
 @contextmanager
@@ -77,9 +82,9 @@ def test_a_mapped_port_lets_both_witnesses_in_is_renewed_and_goes_with_the_peer(
         require_upnp()
     # Another machine of this home has the port already, so the router gives the next one.
     with lab.daemon(nat_pmp=way == "NAT-PMP", upnp=way == "UPnP", taken=PORT), home(lab) as peer:
-        assert heard(peer, "mapped", ":")["mapped"] == f"{ROUTER_WAN}:{PORT + 1}"
+        assert heard(peer, mapped=":")["mapped"] == f"{ROUTER_WAN}:{PORT + 1}"
         mapped_at = time.monotonic()
-        assert heard(peer, "reach", "reachable at ")["reach"] == f"reachable at {ROUTER_WAN}:{PORT + 1}"
+        assert heard(peer, reach="reachable at ")["reach"] == f"reachable at {ROUTER_WAN}:{PORT + 1}"
         time.sleep(max(0.0, mapped_at + 2 * LIFETIME_S - time.monotonic()))  # the router's clock, not ours
         assert f"192.168.1.2:{PORT}" in lab.forwards()
         began = time.monotonic()
@@ -91,16 +96,15 @@ def test_a_mapped_port_lets_both_witnesses_in_is_renewed_and_goes_with_the_peer(
 
 def test_a_router_that_does_not_map_leaves_the_advice_and_the_reason(lab: HomeRouter) -> None:
     with home(lab) as peer:
-        said = heard(peer, "reach", "outbound-only")
+        said = heard(peer, reach="outbound-only", why=f"no NAT-PMP at {ROUTER_LAN}")
         assert f"forward TCP port {PORT}" in said["reach"]
-        why = heard(peer, "why", f"no NAT-PMP at {ROUTER_LAN}")["why"]
-        assert has_upnp() is ("no UPnP router answers" in why)
+        assert has_upnp() is ("no UPnP router answers" in said["why"])
 
 
 def test_a_router_that_refuses_upnp_says_why(lab: HomeRouter) -> None:
     require_upnp()
     with lab.daemon(nat_pmp=False, upnp=True, allowed="1024-2000"), home(lab) as peer:
-        heard(peer, "why", "the router refuses UPnP: Action not authorized")
+        heard(peer, why="the router refuses UPnP: Action not authorized")
 
 
 def examined(lab: HomeRouter, folder: Path) -> dict[str, Any]:
@@ -142,5 +146,5 @@ def test_a_router_without_a_public_address_says_so(lab: HomeRouter) -> None:
     lab.run("router", "ip", "route", "replace", "default", "dev", "wan0")
     lab.run("provider", "ip", "address", "add", "100.64.1.1/24", "dev", "eth0")
     with lab.daemon(nat_pmp=True, upnp=True), home(lab) as peer:
-        why = heard(peer, "why", "the router itself has no public address")["why"]
+        why = heard(peer, why="the router itself has no public address")["why"]
         assert has_upnp() is ("the UPnP router has no public address: another NAT is before it" in why)
