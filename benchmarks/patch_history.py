@@ -4,7 +4,7 @@
 
 Who keeps the state before the base knows which elements the previous patch changed, and by how much. If those are
 likelier to change again, and one way rather than the other, that is a context beside the old exponent. Trains the model
-of `compression.py`, takes snapshots at even distances, and prints the bytes of an ideal coder per change, for each
+of `real_deltas.py`, takes snapshots at even distances, and prints the bytes of an ideal coder per change, for each
 patch but the first: with the old exponent, with the elements of the last patch, with their steps (up to two units).
 What the codec makes of it `compression.py` measures. About three minutes.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from lossless_rivals import entropy_bits, flatten
+from real_deltas import BF16, LanguageModel, read_tokens, train_step
 from swarm_compression.contexts import context_of
 from swarm_compression.steps import steps_between
-
-from compression import BF16, LanguageModel, entropy_bits, flatten, read_tokens, train_step
 
 
 def ideal_bytes(changed: np.ndarray, steps: np.ndarray, contexts: np.ndarray) -> float:
